@@ -1,12 +1,14 @@
 """What `slime diff` takes: two large rollouts, and two long recordings.
 
     python tools/bench/bench_diff.py large [--samples 8192] [--tokens 2000] [--folder F]
+    python tools/bench/bench_diff.py other [--samples 8192] [--tokens 2000] [--folder F]
     python tools/bench/bench_diff.py many RECORDING [--rollouts 200] [--folder F]
 
 `large` makes two rollouts of that many samples with that many tokens, equal but for one log-prob of
-the trainer, with replies as an engine sends them. `many` copies the first rollout of a recording
-that often, twice, the second time with another time in every part. The comparison runs in a process
-of its own: seconds from its start to its end, CPU seconds, and its peak memory.
+the trainer, with replies as an engine sends them. In `other` every response token, log-prob, text
+and reward of the second differs. `many` copies the first rollout of a recording that often, twice,
+the second time with another time in every part. The comparison runs in a process of its own:
+seconds from its start to its end, CPU seconds, and its peak memory.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ from slime.recording import manifest  # noqa: E402
 PROMPT = 200
 
 
-def make_large(root: Path, num_samples: int, num_tokens: int, *, changed: bool) -> None:
-    """One recorded rollout. `changed`: sample 5000 has another log-prob."""
+def make_large(root: Path, num_samples: int, num_tokens: int, *, side: str) -> None:
+    """One recorded rollout. `side`: "a", "b" with another log-prob of sample 5000, or "other" with
+    other responses to the same prompts.
+    """
+    changed = side == "b"
     rng = np.random.default_rng(0)
     folder = root / "rollout_000000"
     folder.mkdir(parents=True)
@@ -49,13 +54,16 @@ def make_large(root: Path, num_samples: int, num_tokens: int, *, changed: bool) 
     manifest.run_path(root, 0).write_text(json.dumps(record))
     responses = num_tokens - PROMPT
     tokens = rng.integers(0, 150_000, (num_samples, num_tokens), dtype=np.int32)
+    rng = np.random.default_rng(1) if side == "other" else rng
+    if side == "other":
+        tokens[:, PROMPT:] = rng.integers(0, 150_000, (num_samples, responses), dtype=np.int32)
     engine = -rng.random((num_samples, responses), dtype=np.float32)
     parts: dict[str, Callable[[Path], int | None]] = {}
 
     def table(made: pyarrow.Table) -> Callable[[Path], int]:
         return lambda path: (tables.write_table_to(path, made), len(made))[1]
 
-    parts["replies"] = lambda path: write_replies(path, tokens, engine, changed=changed)
+    parts["replies"] = lambda path: write_replies(path, tokens, engine, side=side)
     parts["samples"] = table(samples_of(tokens, engine))
     lengths = np.full(num_samples, responses, dtype=np.int64)
     ones = np.ones(num_samples * responses, dtype=np.uint8)
@@ -90,18 +98,17 @@ def make_large(root: Path, num_samples: int, num_tokens: int, *, changed: bool) 
 def samples_of(tokens: np.ndarray, engine: np.ndarray) -> pyarrow.Table:
     """The samples part, with texts of two characters per token."""
     responses = engine.shape[1]
-    text = "ab" * responses
     samples = [
         Sample(
             index=row,
             group_index=row // 8,
             prompt="a prompt " * 20,
-            response=text,
+            response=text_of(tokens[row]),
             tokens=tokens[row],
             response_length=responses,
             loss_mask=np.ones(responses, dtype=np.int64),
             rollout_log_probs=engine[row].astype(np.float64),
-            reward=float(row % 3),
+            reward=float(tokens[row, -1] % 3),
             session_id=f"{row // 8}-{row}",
         )
         for row in range(len(tokens))
@@ -117,12 +124,18 @@ def samples_of(tokens: np.ndarray, engine: np.ndarray) -> pyarrow.Table:
     return table
 
 
-def write_replies(path: Path, tokens: np.ndarray, engine: np.ndarray, *, changed: bool) -> int:
+def text_of(tokens: np.ndarray) -> str:
+    """Two letters for each token of the response."""
+    letters = np.stack((tokens[PROMPT:] % 26, tokens[PROMPT:] // 26 % 26), axis=1)
+    return (letters + ord("a")).astype(np.uint8).tobytes().decode()
+
+
+def write_replies(path: Path, tokens: np.ndarray, engine: np.ndarray, *, side: str) -> int:
     """One reply per sample, with the log-prob and id of every token, and times of this run."""
     with open(path, "wb") as file:
         for row, (ids, log_probs) in enumerate(zip(tokens, engine, strict=True)):
             meta = {
-                "id": f"{int(changed)}e3cd-{row}",
+                "id": f"{side}-e3cd-{row}",
                 "e2e_latency": time.perf_counter(),
                 "output_token_logprobs": [
                     [one, token, None]
@@ -130,14 +143,14 @@ def write_replies(path: Path, tokens: np.ndarray, engine: np.ndarray, *, changed
                 ],
             }
             record = {
-                "url": f"http://127.0.0.1:{4000 + changed}/generate",
+                "url": f"http://127.0.0.1:{4000 + len(side)}/generate",
                 "status": 200,
                 "request": {
                     "input_ids": ids[:PROMPT].tolist(),
                     "sampling_params": {"sampling_seed": row},
-                    "rid": f"{int(changed)}e3cd-{row}",
+                    "rid": f"{side}-e3cd-{row}",
                 },
-                "reply": {"text": "ab" * len(log_probs), "meta_info": meta},
+                "reply": {"text": text_of(ids), "meta_info": meta},
             }
             file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
     return len(tokens)
@@ -218,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("large", "many"))
+    parser.add_argument("what", choices=("large", "other", "many"))
     parser.add_argument("recording", type=Path, nargs="?")
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=2000)
@@ -227,12 +240,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
-        sides = [folder / name for name in ("a", "b")]
+        sides = [folder / name for name in ("a", "other" if options.what == "other" else "b")]
         for side in sides:
             if side.exists():
                 continue
-            if options.what == "large":
-                make_large(side, options.samples, options.tokens, changed=side.name == "b")
+            if options.what != "many":
+                make_large(side, options.samples, options.tokens, side=side.name)
             elif options.recording is None:
                 parser.error("many needs a recording")
             else:

@@ -1,11 +1,12 @@
-"""What --record costs: wall time and CPU time of a GRPO step of the addition example, recorded and
-not, in one run.
+"""What --record costs: CPU time and wall time of a GRPO step of the addition example, recorded and
+not.
 
-The run records one of four rollouts. A recorded step is compared with the third and fourth after
-it, which nothing of the recording touches any more; what is still being written in the step after
-it is charged to it. So a machine whose speed drifts favours neither, and CPU seconds, of all
-processes of the run, do not see what else runs there. The first steps are left out. With --parts it
-only measures, without a run, what the manager spends on the tables of a rollout of this size.
+Two runs of the same job go side by side, from the same seed, one of them recorded in every rollout,
+as a user gets it; a step of the one is compared with the same step of the other. So a machine whose
+speed drifts favours neither, and CPU seconds, of all processes of a run, do not see what else runs
+there. What is written in the background is counted in the step in which that happens. The first
+steps, in which processes warm up, are left out. With --parts it only measures, without a run, what
+the manager spends on the tables of a rollout of this size.
 
     python tools/bench/bench_recording.py MODEL [--rollouts 60]     # MODEL: a warmed-up Hugging Face
                                                                     # folder
@@ -15,6 +16,7 @@ only measures, without a run, what the manager spends on the tables of a rollout
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -26,20 +28,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "SLIME_BENCH_RUN"
-EVERY = 4
-SKIPPED = 4
+SKIPPED, BLOCK = 4, 8
 LIMIT = 1.03
 
 
-def command_of(model: Path, rollouts: int, data: Path, run_dir: Path) -> list[str]:
-    """The GRPO stage of `make train`, without evaluations between, recorded."""
+def command_of(
+    model: Path, rollouts: int, data: Path, run_dir: Path, *, is_recorded: bool
+) -> list[str]:
+    """The GRPO stage of `make train`, without evaluations between."""
     words: list[object] = [sys.executable, "-m", "slime.train"]
     words += ["--config", ROOT / "examples/addition/grpo.yaml"]
     words += ["--prompt-data", data / "train.jsonl", "--hf-checkpoint", model]
     words += ["--eval-prompt-data", "addition", data / "eval.jsonl"]
     words += ["--run-dir", run_dir, "--num-rollout", rollouts, "--eval-interval", 10 * rollouts]
     words += ["--skip-eval-before-train", "--no-live-view", "--no-write-report"]
-    words += ["--record", f"{run_dir}-recording", "--record-every", EVERY]
+    words += ["--record", f"{run_dir}-recording"] if is_recorded else []
     return [str(word) for word in words]
 
 
@@ -69,34 +72,43 @@ def cpu_seconds(folders: list[Path]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def ends_of_steps(command: list[str], run_dir: Path) -> list[tuple[float, float]]:
-    """(wall clock, CPU seconds of the run so far) at the end of each rollout's training."""
-    name = uuid.uuid4().hex
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), VARIABLE: name}
-    found: list[tuple[float, float]] = []
-    records, folders = run_dir / "metrics.jsonl", []
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None:
-            time.sleep(0.005)
-            text = records.read_text() if records.exists() else ""
-            count = text.count('"perf/weight_version"')
-            if count > len(found):
-                folders = folders if len(found) > SKIPPED else processes_of(name)
-                found += [(time.monotonic(), cpu_seconds(folders))] * (count - len(found))
-    if process.returncode:
-        raise SystemExit(f"the run ended with status {process.returncode}")
-    return found
+class WatchedRun:
+    """A run under way. `ends`: (wall clock, CPU seconds of the run so far) at the end of each
+    rollout's training.
+    """
 
+    def __init__(self, command: list[str], run_dir: Path) -> None:
+        self.ends: list[tuple[float, float]] = []
+        self._records, self._name = run_dir / "metrics.jsonl", uuid.uuid4().hex
+        self._folders: list[Path] = []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment[VARIABLE] = self._name
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
+        )
 
-def cost(ends: list[tuple[float, float]], column: int) -> tuple[float, float]:
-    """(median of a step that is not recorded, ratio of a recorded one to it)."""
-    steps = {i: ends[i][column] - ends[i - 1][column] for i in range(SKIPPED + 2, len(ends) - 1)}
-    by_place = {
-        place: statistics.median(v for i, v in steps.items() if i % EVERY == place)
-        for place in range(EVERY)
-    }
-    plain = statistics.median(v for i, v in steps.items() if i % EVERY >= 2)
-    return plain, 1 + (by_place[0] - plain + by_place[1] - plain) / plain
+    def look(self) -> bool:
+        """Notes the steps that have ended since the look before; whether the run goes on."""
+        goes_on = self._process.poll() is None
+        if self._process.returncode:
+            raise SystemExit(f"the run ended with status {self._process.returncode}")
+        text = self._records.read_text() if self._records.exists() else ""
+        count = text.count('"perf/weight_version"')
+        if count > len(self.ends):
+            self._folders = self._folders if len(self.ends) > SKIPPED else processes_of(self._name)
+            now = time.monotonic(), cpu_seconds(self._folders)
+            self.ends += [now] * (count - len(self.ends))
+        return goes_on
+
+    def stop(self) -> None:
+        """Ends the run, as Ctrl-C would."""
+        self._process.terminate()
+        self._process.wait()
+
+    def seconds(self, column: int) -> list[float]:
+        """Wall or CPU seconds of each step; the last one shuts down and is left out."""
+        ends = [end[column] for end in self.ends[SKIPPED:-1]]
+        return [after - before for before, after in itertools.pairwise(ends)]
 
 
 def measure(model: Path, rollouts: int) -> float:
@@ -104,12 +116,32 @@ def measure(model: Path, rollouts: int) -> float:
     from examples.addition import prepare
 
     with tempfile.TemporaryDirectory() as scratch:
-        data, run_dir = prepare.prepare(Path(scratch) / "data"), Path(scratch) / "run"
-        ends = ends_of_steps(command_of(model, rollouts, data, run_dir), run_dir)
+        data, runs = prepare.prepare(Path(scratch) / "data"), []
+        try:
+            for name in ("plain", "recorded"):
+                run_dir = Path(scratch) / name
+                words = command_of(model, rollouts, data, run_dir, is_recorded=name == "recorded")
+                runs.append(WatchedRun(words, run_dir))
+            while any([run.look() for run in runs]):
+                time.sleep(0.005)
+        finally:
+            for run in runs:
+                run.stop()
     ratios = {}
     for column, name in enumerate(("wall", "CPU")):
-        plain, ratios[name] = cost(ends, column)
-        print(f"{name}: {plain:.3f} s of a step that is not recorded, x{ratios[name]:.3f} recorded")
+        plain, recorded = (run.seconds(column) for run in runs)
+        # by blocks, since what the end of one step takes of the next one cancels out within them
+        each = [
+            statistics.fmean(recorded[i : i + BLOCK]) - statistics.fmean(plain[i : i + BLOCK])
+            for i in range(0, len(plain) - BLOCK + 1, BLOCK)
+        ]
+        mean = statistics.fmean(plain)
+        ratios[name] = 1 + (statistics.fmean(recorded) - mean) / mean
+        error = statistics.stdev(each) / len(each) ** 0.5 / mean
+        print(
+            f"{name}: {mean:.3f} s of a step that is not recorded, x{ratios[name]:.3f} recorded "
+            f"(standard error {error:.3f}, {len(plain)} steps)"
+        )
     return ratios["CPU"]
 
 
@@ -117,7 +149,7 @@ def parts(num_samples: int = 1536, response: int = 5) -> None:
     """Prints the milliseconds of each table that the manager makes while the rollout waits."""
     from slime.data.columns import ColumnsConfig, build_train_columns, compute_rewards
     from slime.data.number_list import number_list
-    from slime.data.sample import Sample
+    from slime.data.sample import PrefixCacheInfo, Sample
     from slime.data.schedule import ScheduleConfig
     from slime.data.split import SplitConfig, plan_split
     from slime.gate.config import GateConfig
@@ -140,6 +172,8 @@ def parts(num_samples: int = 1536, response: int = 5) -> None:
             finish_reason="stop",
             weight_versions=["7"],
             weight_version_spans=[["7", response]],
+            session_id=f"{i // 8}-{i}",
+            prefix_cache_info=PrefixCacheInfo(0, 6),
             metadata={"source_name": "addition"},
         )
         for i in range(num_samples)
@@ -170,7 +204,7 @@ def main() -> int:
     """Status 1 where the ratio is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", type=Path, nargs="?", help="Warmed-up Hugging Face folder.")
-    parser.add_argument("--rollouts", type=int, default=60, help="Rollouts of the run.")
+    parser.add_argument("--rollouts", type=int, default=60, help="Rollouts of each run.")
     parser.add_argument("--parts", action="store_true", help="Only the tables of the manager.")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
