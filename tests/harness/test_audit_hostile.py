@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -123,6 +124,18 @@ def test_long_lists_of_numbers_come_back_as_they_were(tmp_path, length, monkeypa
     assert list(read["mixed"]) == value["mixed"] and read["huge"] == value["huge"]
     assert [list(one) for one in read["nested"]] == value["nested"]
     assert read["text"] == value["text"]
+
+
+def test_numbers_that_never_end_are_looked_at_once(tmp_path):
+    """Every second byte begins a list of numbers that has no end: looking from each of them to the
+    end of the file would take minutes."""
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02}" + b"(K" * 40_000)
+    begun = time.process_time()
+    with path.open("rb") as file, pytest.raises(RolloutDataError):
+        read_torch_file(file)
+    assert time.process_time() - begun < 6
 
 
 def test_a_tensor_of_claimed_size_is_refused(tmp_path):

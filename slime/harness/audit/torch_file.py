@@ -24,17 +24,15 @@ from slime.exceptions import RolloutDataError
 # Of numpy's dtypes, those of numbers: as they are named in a pickle.
 _NUMPY_CODES = frozenset({"b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"})
 _INTEGER, _FLOAT = rb"K[\s\S]|M[\s\S]{2}|J[\s\S]{4}", rb"G[\s\S]{8}"
-# pickle's opcodes of a list's batch: ( numbers e
-_NUMBERS = re.compile(rb"\(((?:%b){48,}|(?:%b){48,})e" % (_INTEGER, _FLOAT))
+# pickle's opcodes of a list's batch, of at most 1000 numbers: ( numbers e
+_NUMBERS = re.compile(rb"\(((?:%b){48,1000}|(?:%b){48,1000})e" % (_INTEGER, _FLOAT))
 _BEGIN = re.compile(rb"\((?=G[\s\S]{8}G|[KMJ])")
-_BATCH = 1000  # numbers of a batch that another follows
+_BATCH = 1000
 # by opcode, the bytes of a number with its opcode, and which bits of the following four are its own
 _WIDTHS, _BITS = np.zeros(256, dtype=np.int64), np.zeros(256, dtype=np.uint32)
 _WIDTHS[[*b"KMJ"]], _BITS[[*b"KMJ"]] = (2, 3, 5), (0xFF, 0xFFFF, 0xFFFFFFFF)
-_ONE_INTEGER = re.compile(_INTEGER)
-_PADDING = b"\x00\x00\x00\x00"
 _WORTH_IT = 1 << 20  # bytes of numbers for which the file is written anew
-_LOCKSTEP_BYTES, _AT_ONCE = 1 << 14, 2048
+_AT_ONCE = 2048  # batches
 
 
 class _Dtype:
@@ -173,12 +171,13 @@ def _without_numbers(file: BinaryIO) -> tuple[IO[bytes], list[np.ndarray], str]:
     mark = secrets.token_hex(16)
     with _archive(file) as archive:
         name = _data_name(archive)
-        data = memoryview(_content(archive, name))
-        spans = list(_number_spans(data))
+        whole = _content(archive, name)
+        data, spans = memoryview(whole), list(_number_spans(whole))
         if sum(end - start for start, end in spans) < _WORTH_IT:
             file.seek(0)
             return file, [], mark
-        kept, place = [], 0
+        kept: list[bytes | memoryview] = []
+        place = 0
         for number, (start, end) in enumerate(spans):
             text = f"{mark}{number}".encode()
             # in place of ( numbers e: a text and the opcode that appends it
@@ -194,11 +193,11 @@ def _without_numbers(file: BinaryIO) -> tuple[IO[bytes], list[np.ndarray], str]:
     return result, _decode([data[start:end] for start, end in spans]), mark
 
 
-def _number_spans(data: memoryview) -> Iterator[tuple[int, int]]:
+def _number_spans(content: bytes) -> Iterator[tuple[int, int]]:
     """Where the numbers of each long batch begin and end. Whole batches of numbers of one width are
     found by their opcodes alone, others number by number.
     """
-    content, place = data.obj, 0
+    place = 0
     while found := _BEGIN.search(content, place):
         start = found.end()
         for code, width in ((b"G", 9), (b"K", 2)):
@@ -234,10 +233,6 @@ def _decode(batches: Sequence[memoryview]) -> list[np.ndarray]:
         ops = np.frombuffer(batch, dtype=np.uint8)
         if len(ops) % 2 == 0 and (ops[::2] == ord("K")).all():
             result.append(ops[1::2].copy())  # of its own, so that the file is let go
-            continue
-        if len(batch) > _LOCKSTEP_BYTES:
-            padded = b"".join([(one[1:] + _PADDING)[:4] for one in _ONE_INTEGER.findall(batch)])
-            result.append(np.frombuffer(padded, dtype="<i4"))
             continue
         mixed.append(len(result))
         result.append(ops)
