@@ -94,6 +94,8 @@ def test_an_option_shows_in_the_stage_that_it_changes(recorded, capsys, stage, w
     ({"rm_type": "f1"}, {"generate_function_path": "a.b"}, "with --rescore"),
     ({"custom_rm_path": "a.b"}, {}, "with --rescore"),
     ({}, {}, "no reward function scored"),
+    ({}, {"metadata": {"rm_type": "f1"}}, "no reward function scored"),
+    ({}, {"custom_rm_path": "a.b"}, "no reward function scored"),
     ({"rm_type": "f1"}, {"metadata": {"rm_type": "random"}}, "at random"),
     ({"custom_rm_path": "a.b", "reward_is_random": True}, {}, "at random"),
 ])  # fmt: skip

@@ -209,8 +209,8 @@ def _why_not_scored(
     """
     kinds = {split_rm_type_name(args, one) for one in batch if not one.custom_rm_path}
     has_own = bool(args.custom_rm_path) or any(one.custom_rm_path for one in batch)
-    if not has_own and not any(kinds):
-        return "no reward function scored its samples: their rewards came with them"
+    if not args.custom_rm_path and "" in kinds:
+        return "no reward function scored its samples, or some: their rewards came with them"
     if args.reward_is_random or (not args.custom_rm_path and "random" in kinds):
         return "its rewards are drawn at random"
     may_act = (
