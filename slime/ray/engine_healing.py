@@ -70,7 +70,7 @@ class _Slot:
     asked: tuple[Any, float] | None = None
     num_deaths: int = 0
     is_replaced: bool = False
-    is_asking: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    is_asking: threading.RLock = dataclasses.field(default_factory=threading.RLock)
 
 
 class EngineHealer:
@@ -128,15 +128,18 @@ class EngineHealer:
         """Engine `rank` is dead, or as good as dead: it is replaced. Does nothing where that is
         known.
         """
-        with self._mutex:
+        slot = self._slots[rank]
+        with slot.is_asking:
             if self._is_over.is_set() or rank in self._servers.lost:
                 return
-            slot = self._slots[rank]
             if self.roster.has_answered(slot.url):
                 slot.num_deaths = 0
             self._servers.lost.add(rank)
-            self._show()
-            are_left = bool(self.roster.urls())
+            # before requests hear of it: the router would send them there again
+            self._leave_router(slot)
+            with self._mutex:
+                self._show()
+        are_left = bool(self.roster.urls())
         logger.warning("engine %d (%s) is lost: %s", rank, slot.url, reason)
         if not self._are_ours:
             if not are_left:
@@ -181,6 +184,7 @@ class EngineHealer:
         with self._mutex:
             for rank in taken:
                 if not self._are_ours and rank in self._servers.lost:
+                    self._join_router(self._slots[rank].url)
                     self._servers.lost.discard(rank)
                     self._postpone_check(self._slots[rank])
                     logger.info("engine %d (%s) is back", rank, self._slots[rank].url)
@@ -384,11 +388,7 @@ class EngineHealer:
             self._ask(own, "release_memory")
         (version,) = self._ask(own, "weight_version").values()
         send_key_to([url])
-        router = self._servers.router
-        if router is not None:
-            with contextlib.suppress(EngineError):  # the router may have dropped it by itself
-                router.remove_worker(slot.url)
-            router.add_worker(url, api_key=self._args.sglang_api_key or None)
+        self._join_router(url)
         with self._mutex:
             slot.url, slot.asked, slot.is_replaced = url, None, False
             self._postpone_check(slot)
@@ -397,6 +397,15 @@ class EngineHealer:
             self._num_restarted += 1
             self._show()
         return version
+
+    def _leave_router(self, slot: _Slot) -> None:
+        if self._servers.router is not None:
+            with contextlib.suppress(EngineError):  # the router may have dropped it by itself
+                self._servers.router.remove_worker(slot.url)
+
+    def _join_router(self, url: str) -> None:
+        if self._servers.router is not None:
+            self._servers.router.add_worker(url, api_key=self._args.sglang_api_key or None)
 
     def _ask(self, engines: dict[int, Any], method: str, *values: object) -> dict[int, Any]:
         limit = self._args.step_timeout

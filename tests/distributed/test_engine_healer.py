@@ -103,10 +103,10 @@ def healing(monkeypatch):
     )
     started = []
 
-    def make(engines, successors=(), urls=None, **options):
+    def make(engines, successors=(), urls=None, router=None, **options):
         left = list(successors)
         urls = urls or [f"http://engine-{engine.number}" for engine in engines]
-        servers = RolloutServers(list(engines), urls)
+        servers = RolloutServers(list(engines), urls, router)
         args.__dict__.update(options)
         healer = EngineHealer(args, servers, lock, lambda rank: left.pop(0))
         started.append(healer)
@@ -155,6 +155,36 @@ def test_the_successor_of_a_dead_engine_serves_the_published_weights_before_it_g
     assert servers.urls == ["http://engine-2", "http://engine-1"] and not servers.lost
     assert healer.metrics()["rollout/engines_restarted"] == 1
     assert healer.metrics()["rollout/engines_restarted"] == 0
+
+
+class Router:
+    """Notes its workers; `before_removal` is called when one is to leave."""
+
+    url = "http://router"
+
+    def __init__(self, workers):
+        self.workers, self.before_removal = list(workers), lambda: None
+
+    def remove_worker(self, url):
+        self.before_removal()
+        self.workers.remove(url)
+
+    def add_worker(self, url, *, api_key):
+        self.workers.append(url)
+
+
+def test_a_lost_engine_leaves_the_router_before_its_requests_are_sent_again(healing):
+    """The router would send them to the dead engine again, and a request may lose three engines
+    only; the successor joins when it is ready."""
+    dead, other, successor = Engine(0), Engine(1), Engine(2, start={"url": "http://engine-2"})
+    router = Router(["http://engine-0", "http://engine-1"])
+    healer, servers = healing([dead, other], [successor], router=router)
+    seen = []
+    router.before_removal = lambda: seen.append(healer.roster.num_losses(router.url))
+    dead.kill()
+    soon(lambda: servers.engines == [successor, other] and not servers.lost)
+    assert seen == [0] and healer.roster.num_losses(router.url) == 1
+    assert router.workers == ["http://engine-1", "http://engine-2"]
 
 
 def test_a_frozen_engine_is_ended_and_replaced(healing, monkeypatch):
