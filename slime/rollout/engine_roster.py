@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 # A request that lost so many engines may be what ends them.
-MAX_LOSSES = 3
+MAX_LOSSES = 5
 
 
 class EngineRoster:

@@ -174,7 +174,7 @@ class Router:
 
 
 def test_a_lost_engine_leaves_the_router_before_its_requests_are_sent_again(healing):
-    """The router would send them to the dead engine again, and a request may lose three engines
+    """The router would send them to the dead engine again, and a request may lose five engines
     only; the successor joins when it is ready."""
     dead, other, successor = Engine(0), Engine(1), Engine(2, start={"url": "http://engine-2"})
     router = Router(["http://engine-0", "http://engine-1"])
