@@ -34,6 +34,7 @@ WORKERS = (
         "the watch over the engines of --use-fault-tolerance, and the call that ends with an engine",
         (
             "ray/engine_healing.py::EngineHealer._hear_deaths",
+            "ray/engine_healing.py::EngineHealer._replace",
             "backends/torch_engine/ray_actor.py::EngineActor.until_shutdown",
         ),
         "stopped with the engines",

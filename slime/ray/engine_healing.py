@@ -69,7 +69,6 @@ class _Slot:
     next_check: float = 0.0
     asked: tuple[Any, float] | None = None
     num_deaths: int = 0
-    is_replaced: bool = False
     is_asking: threading.RLock = dataclasses.field(default_factory=threading.RLock)
 
 
@@ -98,7 +97,8 @@ class EngineHealer:
         self._are_ours = bool(servers.engines)
         self._mutex = threading.Lock()
         self._is_over = threading.Event()
-        self._is_asleep = False
+        self._is_awake = threading.Event()
+        self._is_awake.set()
         self._published: PublishedWeights | None = None
         self._num_restarted = 0
         self._slots = [_Slot(rank, url) for rank, url in enumerate(servers.urls)]
@@ -147,8 +147,9 @@ class EngineHealer:
                     "none of --rollout-external-engine-addrs is left; the last one, engine "
                     f"{rank} ({slot.url}), was lost: {reason}"
                 )
-        elif self._may_start_again(slot, reason) and not self._is_asleep:
-            self._replace_soon(slot)
+        elif self._may_start_again(slot, reason):
+            name = f"slime-engine-{rank}"
+            threading.Thread(target=self._replace, args=(slot,), name=name, daemon=True).start()
 
     def begin_rollout(self) -> None:
         """Deaths are counted anew. NoEngineLeft where a lost engine could not be replaced."""
@@ -191,15 +192,14 @@ class EngineHealer:
             self._show()
 
     def fall_asleep(self) -> None:
-        """Engines give their memory back: a lost one is not replaced before `wake`."""
-        self._is_asleep = True
+        """Engines give their memory back: a lost one is ended at once, and its successor starts
+        after `wake`.
+        """
+        self._is_awake.clear()
 
     def wake(self) -> None:
         """Engines have their memory again."""
-        self._is_asleep = False
-        for slot in self._slots:
-            if self._are_ours and slot.rank in self._servers.lost:
-                self._replace_soon(slot)
+        self._is_awake.set()
 
     def failures(self) -> list[str]:
         """Why the run cannot go on; nothing while engines can be replaced."""
@@ -310,20 +310,14 @@ class EngineHealer:
         )
         return False
 
-    def _replace_soon(self, slot: _Slot) -> None:
-        with self._mutex:
-            if slot.is_replaced:
-                return
-            slot.is_replaced = True
-        name = f"slime-engine-{slot.rank}"
-        threading.Thread(target=self._replace, args=(slot,), name=name, daemon=True).start()
-
     def _replace(self, slot: _Slot) -> None:
         """A new engine in the slot, with the published weights; or the run ends with the reason."""
         started = time.monotonic()
         while not self._is_over.is_set():
             try:
                 self._end(slot)
+                while not self._is_awake.wait(POLL_S) and not self._is_over.is_set():
+                    pass
                 url = self._start(slot)
                 with held(self._lock, timeout_s=self._args.step_timeout):
                     version = self._bring_in(slot, url)
@@ -384,13 +378,13 @@ class EngineHealer:
         own = {slot.rank: slot.engine}
         if self._published is not None:
             load_published(own, self._published, timeout_s=self._args.step_timeout)
-        if self._is_asleep:
+        if not self._is_awake.is_set():
             self._ask(own, "release_memory")
         (version,) = self._ask(own, "weight_version").values()
         send_key_to([url])
         self._join_router(url)
         with self._mutex:
-            slot.url, slot.asked, slot.is_replaced = url, None, False
+            slot.url, slot.asked = url, None
             self._postpone_check(slot)
             self._servers.engines[slot.rank], self._servers.urls[slot.rank] = slot.engine, url
             self._servers.lost.discard(slot.rank)

@@ -282,6 +282,22 @@ def test_an_engine_that_dies_while_memory_is_given_back_is_replaced_afterwards(h
     soon(lambda: servers.engines == [successor])
 
 
+def test_an_engine_that_freezes_while_memory_is_given_back_keeps_nobody_waiting(
+    healing, monkeypatch
+):
+    """It is ended at once, so that the order to take its memory back ends too; only its successor
+    waits for the device."""
+    monkeypatch.setattr("slime.ray.engine_healing.REMOTE_END_S", 0.0)
+    frozen, successor = Engine(0), Engine(1)
+    healer, servers = healing([frozen], [successor])
+    healer.fall_asleep()
+    frozen.freeze()
+    servers.resume_memory(timeout_s=5.0)
+    assert servers.lost == {0} and successor.calls == []
+    healer.wake()
+    soon(lambda: servers.engines == [successor])
+
+
 def test_the_buckets_outlive_the_ranks_that_sent_them(healing):
     """With --release-train the ranks end while engines generate: the manager keeps copies."""
     dead, successor = Engine(0), Engine(1)
