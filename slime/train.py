@@ -139,7 +139,7 @@ def build_run(args: argparse.Namespace, watch: RunWatch) -> Iterator[Run]:
 
 def tell_of_lost_engine(rollout_manager: Any, loss: Loss) -> bool:
     """The rollout manager replaces its engines, and ends the run where it cannot."""
-    rollout_manager.lose_engine.remote(loss.number, loss.sentence())
+    rollout_manager.lose_engine.remote(loss.number, loss.sentence(), loss.pid)
     return True
 
 

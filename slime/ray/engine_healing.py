@@ -124,13 +124,13 @@ class EngineHealer:
 
     # --- what the rollout manager tells and asks --------------------------------------------------
 
-    def lost(self, rank: int, reason: str) -> None:
+    def lost(self, rank: int, reason: str, pid: int | None = None) -> None:
         """Engine `rank` is dead, or as good as dead: it is replaced. Does nothing where that is
-        known.
+        known, or where `pid`, its process, has a successor already.
         """
         slot = self._slots[rank]
         with slot.is_asking:
-            if self._is_over.is_set() or rank in self._servers.lost:
+            if self._is_over.is_set() or rank in self._servers.lost or pid not in (None, slot.pid):
                 return
             if self.roster.has_answered(slot.url):
                 slot.num_deaths = 0

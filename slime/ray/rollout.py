@@ -370,9 +370,9 @@ class RolloutManager:
         """What an engine that starts later is to serve; `taken`: external servers that have it."""
         cast(EngineHealer, self.healer).keep_published(published, taken)
 
-    def lose_engine(self, rank: int, reason: str) -> None:
+    def lose_engine(self, rank: int, reason: str, pid: int | None = None) -> None:
         """Engine `rank` is dead: it is replaced."""
-        cast(EngineHealer, self.healer).lost(rank, reason)
+        cast(EngineHealer, self.healer).lost(rank, reason, pid)
 
     def clear_updatable_num_new_engines(self, weight_version: int | None = None) -> None:
         """Notes that every engine has the current weights, and their version."""

@@ -87,6 +87,7 @@ def get(refs, timeout=None):
 @pytest.fixture
 def healing(monkeypatch):
     """healing(engines, successors, **options): a running healer and its servers."""
+    monkeypatch.setattr("slime.ray.engine_healing.REMOTE_END_S", 0.0)
     monkeypatch.setattr(actors, "wait", wait)
     monkeypatch.setattr(actors, "get", get)
     monkeypatch.setattr(actors, "put", lambda value: value)
@@ -187,15 +188,24 @@ def test_a_lost_engine_leaves_the_router_before_its_requests_are_sent_again(heal
     assert router.workers == ["http://engine-1", "http://engine-2"]
 
 
-def test_a_frozen_engine_is_ended_and_replaced(healing, monkeypatch):
+def test_a_frozen_engine_is_ended_and_replaced(healing):
     """No answer to a health check within the limit counts as death."""
-    monkeypatch.setattr("slime.ray.engine_healing.REMOTE_END_S", 0.0)
     frozen, successor = Engine(0), Engine(1)
     healer, servers = healing([frozen], [successor])
     soon(lambda: ("health", 0.3) in frozen.calls)
     frozen.freeze()
     soon(lambda: servers.engines == [successor])
     assert healer.failures() == []
+
+
+def test_word_of_a_death_that_comes_late_does_not_end_the_successor(healing):
+    """Whoever names the process that died means that one, not the engine in its place."""
+    dead, successor = Engine(0, process=(41, "elsewhere")), Engine(1, process=(42, "elsewhere"))
+    healer, servers = healing([dead], [successor])
+    healer.lost(0, "it has died", 41)
+    soon(lambda: servers.engines == [successor] and not servers.lost)
+    healer.lost(0, "it has died", 41)
+    assert not servers.lost and healer.metrics()["rollout/engines_restarted"] == 1
 
 
 def test_the_first_wait_puts_off_health_checks_and_not_deaths(healing):
@@ -283,11 +293,10 @@ def test_an_engine_that_dies_while_memory_is_given_back_is_replaced_afterwards(h
 
 
 def test_an_engine_that_freezes_while_memory_is_given_back_keeps_nobody_waiting(
-    healing, monkeypatch
+    healing,
 ):
     """It is ended at once, so that the order to take its memory back ends too; only its successor
     waits for the device."""
-    monkeypatch.setattr("slime.ray.engine_healing.REMOTE_END_S", 0.0)
     frozen, successor = Engine(0), Engine(1)
     healer, servers = healing([frozen], [successor])
     healer.fall_asleep()
