@@ -19,7 +19,7 @@ from pathlib import Path
 import ray
 
 from slime.exceptions import ConfigError, NothingLeft, SlimeError
-from slime.ray.utils import plain_text, reason_of_death
+from slime.ray.utils import reason_of_death
 from slime.supervision import records
 from slime.supervision.processes import children_of, command_of
 from slime.supervision.watch import (
@@ -178,8 +178,9 @@ def cluster_processes() -> list[tuple[str, int]]:
 def _reason_by_ray(pid: int, error: BaseException | None) -> str | None:
     """What Ray knows of the death of a process that is behind `error`, where it ended it itself."""
     while error is not None:
-        if isinstance(error, ray.exceptions.RayActorError) and f"pid: {pid}" in plain_text(error):
+        if isinstance(error, ray.exceptions.RayActorError):
             reason = reason_of_death(error)
-            return reason if "Ray ended it" in reason else None
+            is_its = reason.startswith(f"It had process id {pid}. ")
+            return reason if is_its and "Ray ended it" in reason else None
         error = error.__cause__
     return None
