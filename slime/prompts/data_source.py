@@ -16,7 +16,6 @@ import abc
 import argparse
 import copy
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +28,7 @@ from slime.data.sample import Sample
 from slime.data.structure import Group, iter_samples
 from slime.exceptions import ConfigError
 from slime.files import atomic, exact_json
+from slime.files.sealed import seal, unseal
 from slime.plugins.filter_calls import call_filter, require_groups
 from slime.prompts.dataset import Dataset, parts_of
 from slime.utils import processing_utils
@@ -474,7 +474,7 @@ def state_path(folder: str, rollout_id: int) -> Path:
 
 def write_json(path: Path, state: dict[str, Any]) -> None:
     """Writes the file whole or not at all. A hash protects every byte of it."""
-    atomic.write_bytes(path, _sealed(exact_json.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)))
+    atomic.write_bytes(path, seal(exact_json.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)))
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -484,28 +484,14 @@ def read_state(path: Path) -> dict[str, Any]:
     content = path.read_bytes()
     try:
         state = exact_json.loads(content)
-        if not isinstance(state, dict):
-            raise ValueError(f"it holds a {type(state).__name__}")
-        if "format" in state:  # an earlier version's
+        if isinstance(state, dict) and "format" in state:  # an earlier version's
             return state
-        state = state["state"]
-        if content != _sealed(content[len(_SEAL.format("")) + _HASH_DIGITS : -1]):
-            raise ValueError("its hash differs")
-    except (ValueError, KeyError) as error:
+        state = unseal(content)
+    except ValueError as error:
         raise ConfigError(
             f"the data position {str(path)!r} is damaged ({error}). Resume from an earlier rollout."
         ) from error
     return state
-
-
-_SEAL = '{{"blake2b":"{}","state":'
-_HASH_DIGITS = 32
-
-
-def _sealed(state: bytes) -> bytes:
-    """The file's bytes: the state's JSON behind its hash."""
-    digest = hashlib.blake2b(state, digest_size=_HASH_DIGITS // 2).hexdigest()
-    return _SEAL.format(digest).encode() + state + b"}"
 
 
 def encode_group(group: Group) -> list:
