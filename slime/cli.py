@@ -40,6 +40,11 @@ COMMANDS: dict[str, Command] = {
         "Train with the next rollout generated while this one is trained on.",
         raw=True,
     ),
+    "supervise": Command(
+        "slime.commands.supervise:main",
+        "Restart a training run that fails, from its last checkpoint, a bounded number of times.",
+        raw=True,
+    ),
     "serve": Command(
         "slime.backends.torch_engine.serve:serve",
         "Serve a Hugging Face folder over SGLang's HTTP API.",
@@ -95,6 +100,11 @@ COMMANDS: dict[str, Command] = {
     "trace": Command(
         "slime.harness.trace:main",
         "What each process of a run did when: a table, and a file for ui.perfetto.dev.",
+        raw=True,
+    ),
+    "ledger": Command(
+        "slime.harness.ledger:main",
+        "Prove from a run's files that no sample was lost or trained twice, over all restarts.",
         raw=True,
     ),
     "gate": Command(

@@ -26,7 +26,7 @@ from slime.files.jsonl import read_jsonl
 from slime.harness.report import finish_run
 from slime.ray import actors
 from slime.tracking.tracking import FILE_NAME
-from slime.train import Run, open_run, train_on, update_weights
+from slime.train import Run, check_ledger, open_run, train_on, update_weights
 from slime.train import generate as start_rollout
 from slime.train import train as training_loop
 from slime.utils.arguments import parse_args
@@ -126,4 +126,5 @@ def train(options: Sequence[str] = (), **named: object) -> LocalResult:
     """Trains to the end in this process and returns where the records are."""
     with local_run(options, **named) as run:
         training_loop(run)
+        check_ledger(run)
     return LocalResult(run.args, Path(run.args.run_dir))

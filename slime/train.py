@@ -25,6 +25,7 @@ from slime.harness.run_records import SAVE_FAILED
 from slime.metrics.statistics import compute_rollout_step
 from slime.ray.placement import create_placement_groups
 from slime.ray.placement_group import create_rollout_manager, create_training_models
+from slime.ray.run_ledger import TrainLedger
 from slime.ray.run_watch import RunWatch
 from slime.ray.session import run_session
 from slime.ray.utils import STOP_TIMEOUT_S, slime_error_of, wait_for
@@ -51,6 +52,7 @@ class Run:
     num_rollout_per_epoch: int | None
     # rollout -> versions published when it was begun
     versions_at_start: dict[int, int] = dataclasses.field(default_factory=dict)
+    ledger: TrainLedger | None = None  # of the whole run; None where a test drives the loop
 
     @property
     def trainers(self) -> list[Any]:
@@ -117,11 +119,24 @@ def build_run(args: argparse.Namespace, watch: RunWatch) -> Iterator[Run]:
                     timeout_s=args.startup_timeout,
                     option="--startup-timeout",
                 )
+            (start_name,) = wait_for(
+                [rollout_manager.begin_ledger.remote(start)],
+                what="opening the ledger",
+                timeout_s=args.startup_timeout,
+                option="--startup-timeout",
+            )
             if actor is not None and not args.debug_train_only:
                 report(phase="updating weights")
                 actor.update_weights()
             yield Run(
-                args, rollout_manager, actor, critic, start, num_rollout, num_rollout_per_epoch
+                args,
+                rollout_manager,
+                actor,
+                critic,
+                start,
+                num_rollout,
+                num_rollout_per_epoch,
+                ledger=TrainLedger(args, start_name),
             )
     finally:
         for group in (critic, actor):
@@ -214,6 +229,9 @@ def train_on(run: Run, rollout_id: int, shards: list) -> None:
         )
         results = run.actor.finish_train(refs, rollout_id)
     log_trained(run.args, rollout_id, shards, results)
+    if run.ledger is not None:
+        num_planned = sum(box.num_trained for box in shards)
+        run.ledger.enter(rollout_id, num_planned, not_trained_of(results))
 
 
 def log_trained(
@@ -222,15 +240,24 @@ def log_trained(
     """Closes the rollout's ledger: what was planned has trained, but for what the policy's ranks
     say in their `results`.
     """
-    not_trained: collections.Counter[str] = collections.Counter()
-    for result in results:
-        not_trained.update(result["not_trained"] if result else {})
-    metrics = finished_metrics(sum(box.num_trained for box in shards), not_trained)
+    counts = {reason: len(indices) for reason, indices in not_trained_of(results).items()}
+    metrics = finished_metrics(sum(box.num_trained for box in shards), counts)
     tracking.log(
         args,
         {**metrics, "rollout/step": compute_rollout_step(args, rollout_id)},
         step_key="rollout/step",
     )
+
+
+def not_trained_of(results: Sequence[Any]) -> dict[str, list[int | None]]:
+    """{reason: `Sample.index` of the planned samples that did not train}, by all the policy's
+    ranks.
+    """
+    found: dict[str, list[int | None]] = collections.defaultdict(list)
+    for result in filter(None, results):
+        for reason, indices in result["not_trained"].items():
+            found[reason] += indices
+    return found
 
 
 def begin_training(run: Run) -> None:
@@ -279,6 +306,8 @@ def save(run: Run, rollout_id: int) -> None:
     report(phase="saving")
     failed = 0
     try:
+        if run.ledger is not None:
+            run.ledger.sync()
         wait_for(
             [run.rollout_manager.save.remote(rollout_id)],
             what="saving the data position",
@@ -346,6 +375,12 @@ def train(run: Run) -> None:
             end_training(run)
         if evaluates and run.is_due(rollout_id, args.eval_interval):
             evaluate(run, rollout_id + 1)
+
+
+def check_ledger(run: Run) -> None:
+    """RolloutDataError where the books of a run that is over do not add up."""
+    if run.ledger is not None:
+        run.ledger.close()
 
 
 def finish_recording(run: Run) -> None:

@@ -19,7 +19,7 @@ from slime.plugins.watched_calls import last_words
 from slime.ray.session import interruptible
 from slime.ray.utils import plain_text, slime_error_of
 from slime.tracking.tracking import log_dir_of
-from slime.train import Run, open_run
+from slime.train import Run, check_ledger, open_run
 
 logger = logging.getLogger("slime")
 
@@ -33,6 +33,7 @@ def run_to_the_end(args: argparse.Namespace, loop: Callable[[Run], None], starte
         try:
             with open_run(args) as run:
                 loop(run)
+                check_ledger(run)
             status, is_done = 0, True
         except KeyboardInterrupt as error:
             go_on = (

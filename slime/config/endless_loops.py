@@ -123,9 +123,13 @@ WORKERS = (
         "ends with its grader, the pool, or the pool's process",
     ),
     Worker(
-        "`execute_train` runs a training script's command",
-        ("utils/external_utils/command_utils.py::execute_train",),
-        "the command ends",
+        "`execute_train` and `slime supervise` run a training command",
+        (
+            "utils/external_utils/command_utils.py::execute_train",
+            "commands/supervise.py::Supervisor._attempt",
+            "commands/supervise.py::Supervisor._step",
+        ),
+        "the command ends; under `slime supervise` a signal ends it, after 90 s by force",
     ),
     Worker(
         "`slime.rollout.sleep_rollout.sleep` keeps engines up for a look at them",

@@ -1,8 +1,7 @@
 """Every place that waits or retries: for what, how long at most, which option sets the bound, and
 the message. docs/loops.md is generated from it.
 
-A test looks for waits in the code and fails for one that stands in no row; another looks for each
-row's message and test.
+Tests look for waits in the code that stand in no row, and for each row's message and test.
 """
 
 from __future__ import annotations

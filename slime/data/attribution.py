@@ -131,6 +131,9 @@ def with_marks(
     changes: dict[str, Any] = _without_missing_log_probs(
         data, [marks[source].keep_mask for source in sources]
     )
+    names = [marks[source].index for source in sources]
+    if indices is None and all(type(name) is int for name in names):
+        changes["sample_indices"] = names
     for name, values in (
         ("rollout_ids", [marks[source].rollout_id for source in sources]),
         ("oldest_weight_version", [marks[source].oldest_version for source in sources]),

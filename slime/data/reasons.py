@@ -25,6 +25,7 @@ class Stage(str, enum.Enum):
     CONVERTER = "custom converter"
     SPLIT = "split over ranks"
     MANAGER = "rollout manager"
+    LEDGER = "ledger of the run"
     TRAINER = "training ranks"
     REPORT = "report"
 
@@ -73,9 +74,9 @@ class _Reason(str, enum.Enum):
     @property
     def ledger_key(self) -> str | None:
         """The metric's name below `rollout/ledger/`: of a planned sample that did not train, or of
-        one that was dropped before. None for what only the report finds.
+        one that was dropped before. None for what only the report, or `slime ledger`, tells.
         """
-        if self.facts.stage is Stage.REPORT:
+        if self.facts.stage in (Stage.REPORT, Stage.LEDGER):
             return None
         kind = "not_trained" if self.facts.stage is Stage.TRAINER else "dropped"
         return f"{kind}/{self.value}"
@@ -287,6 +288,23 @@ class DropReason(_Reason):
             "the loss masks, `remove_sample`, and log-probs that are missing",
             Stage.SPLIT,
             in_baseline=InBaseline.ON_REQUEST,
+        ),
+    )
+    LEFT_OUT_OF_ROLLOUT = (
+        "left_out_by_rollout_function",
+        Facts(
+            "`--rollout-function-path` was given it, and neither returned it, nor gave its group "
+            "back, nor named it among the dropped groups",
+            "the rollout function",
+            Stage.LEDGER,
+        ),
+    )
+    ROLLOUT_ONLY = (
+        "rollout_only",
+        Facts(
+            "`--debug-rollout-only` trains nothing",
+            "the option",
+            Stage.LEDGER,
         ),
     )
     CRITIC_ONLY = (

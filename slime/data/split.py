@@ -88,11 +88,17 @@ class SplitPlan:
     rollout_mask_sums_N: np.ndarray  # float32 [N]: trainable tokens of the sample's rollout
     rollout_sample_counts_N: np.ndarray  # int32 [N]: trained samples of the sample's rollout
     owner_ranks_N: np.ndarray  # int16 [N]: -1 where no step trains the sample
+    steps_N: np.ndarray  # int64 [N]: the step within the rollout, -1 for none
+    reasons: list[str | None]  # [N]: why the sample does not train, None where it does
     # per step, rollouts with a trainable token (at least 1, the loss divides by it)
     global_batch_sizes: list[int]
     num_trained_by_rank: list[int]  # samples with a trainable token in their rollout
     num_trained_rollouts: int
-    dropped: dict[str, int]  # samples by reason
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Samples by the reason for which they do not train."""
+        return dict(collections.Counter(reason for reason in self.reasons if reason))
 
     @property
     def num_trained_samples(self) -> int:
@@ -263,26 +269,27 @@ def _with_denominators(
         for step in range(len(schedule.num_microbatches))
     ]
     masked_N = trained_N & (sums[rollout_N] == 0)
-    dropped = collections.Counter(
-        {
-            DropReason.TRAILING.value: len(schedule.dropped),
-            DropReason.FULLY_MASKED.value: int(masked_N.sum()),
-        }
-    )
     valid = batch.array("valid")
-    reasons = batch["invalid_reason"] if "invalid_reason" in batch else [None] * len(valid)
-    dropped.update(reasons[i] or DropReason.INVALID.value for i in np.flatnonzero(~valid).tolist())
+    given = batch["invalid_reason"] if "invalid_reason" in batch else [None] * len(valid)
+    reasons: list[str | None] = [None] * len(valid)
+    for row in np.flatnonzero(~valid).tolist():
+        reasons[row] = given[row] or DropReason.INVALID.value
+    for row in schedule.dropped:
+        reasons[row] = DropReason.TRAILING.value
+    for row in np.flatnonzero(masked_N).tolist():
+        reasons[row] = DropReason.FULLY_MASKED.value
     return SplitPlan(
         schedule=schedule,
         rollout_mask_sums_N=sums[rollout_N].astype(np.float32),
         rollout_sample_counts_N=counts[rollout_N].astype(np.int32),
         owner_ranks_N=owner_ranks_N,
+        steps_N=np.where(trained_N & ~masked_N, step_of_rollout[rollout_N], -1),
+        reasons=reasons,
         global_batch_sizes=[max(size, 1) for size in sizes],
         num_trained_by_rank=np.bincount(
             owner_ranks_N[trained_N & ~masked_N], minlength=len(schedule.partitions)
         ).tolist(),
         num_trained_rollouts=sum(sizes),
-        dropped={reason: count for reason, count in dropped.items() if count},
     )
 
 

@@ -38,13 +38,22 @@ def validate_rollout_id_annotated(node: object, depth: int = 0) -> None:
         validate_rollout_id_annotated(entry, depth + 1)
 
 
-def with_rollout_id(result: Sample | list, rollout_id: int | None) -> Any:
+def with_rollout_id(
+    result: Sample | list, rollout_id: int | None, group_index: int | None = None
+) -> Any:
     """What a generate function returned. Several samples of one execution (fan-out) that carry no
     `rollout_id` get this one, in place: they share a loss denominator and one vote in the baseline.
+    New samples without an index or a group get those of the sample that they were made of, whose
+    index `rollout_id` is.
     """
+    samples = flatten_samples(result)
+    for sample in samples:
+        if sample.index is None:
+            sample.index = rollout_id
+        if sample.group_index is None:
+            sample.group_index = group_index
     if isinstance(result, Sample):
         return result
-    samples = list(iter_samples(result))
     if len(samples) > 1 and all(sample.rollout_id is None for sample in samples):
         for sample in samples:
             sample.rollout_id = rollout_id
@@ -54,6 +63,26 @@ def with_rollout_id(result: Sample | list, rollout_id: int | None) -> Any:
 def flatten_samples(node: Sample | list) -> list[Sample]:
     """All samples of a nested output, in order."""
     return [node] if isinstance(node, Sample) else list(iter_samples(node))
+
+
+def groups_apart(data: Mapping[str, Mapping[str, Any]]) -> list[Sample]:
+    """All samples of an evaluation, as copies in which no two datasets share a group id: each
+    dataset counts its groups from 0.
+    """
+    samples: list[Sample] = []
+    offset = 0
+    for dataset in data.values():
+        own = flatten_samples(dataset.get("samples") or [])
+        ids = [s.group_index for s in own if type(s.group_index) is int]
+        moved = [
+            dataclasses.replace(s, group_index=s.group_index + offset)
+            if type(s.group_index) is int
+            else s
+            for s in own
+        ]
+        samples += moved if offset else own
+        offset += max(ids, default=-1) + 1
+    return samples
 
 
 def validate_rollout_routed_experts_for_replay(
@@ -100,23 +129,3 @@ def iter_samples(group: Group) -> Iterator[Sample]:
             yield member
         else:
             yield from iter_samples(member)
-
-
-def groups_apart(data: Mapping[str, Mapping[str, Any]]) -> list[Sample]:
-    """All samples of an evaluation, as copies in which no two datasets share a group id: each
-    dataset counts its groups from 0.
-    """
-    samples: list[Sample] = []
-    offset = 0
-    for dataset in data.values():
-        own = flatten_samples(dataset.get("samples") or [])
-        ids = [s.group_index for s in own if type(s.group_index) is int]
-        moved = [
-            dataclasses.replace(s, group_index=s.group_index + offset)
-            if type(s.group_index) is int
-            else s
-            for s in own
-        ]
-        samples += moved if offset else own
-        offset += max(ids, default=-1) + 1
-    return samples

@@ -72,6 +72,11 @@ def write_text(path: str | os.PathLike, text: str, *, mode: int = 0o666) -> None
     write_bytes(path, text.encode(), mode=mode)
 
 
+def sync_descriptor(descriptor: int) -> None:
+    """Forces what was written to an open file to the disk."""
+    os.fsync(descriptor)
+
+
 def sync_folder(folder: str | os.PathLike) -> None:
     """Forces the names in a folder to the disk, so that a rename outlives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)

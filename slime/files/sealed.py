@@ -1,6 +1,6 @@
 """JSON behind a hash of its bytes, so that one changed bit is an error and never another value.
 
-    {"blake2b":"0c6f...","state":{"position":7}}
+{"blake2b":"0c6f...","state":{"position":7}}
 """
 
 from __future__ import annotations

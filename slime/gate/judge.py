@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.data.reasons import PENALIZABLE, reason_of_code
+from slime.data.reasons import PENALIZABLE, is_model_failure, reason_of_code
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.gate.adapters import ADAPTERS
@@ -472,3 +472,15 @@ def assemble(
     outcome.seconds["assemble"] += time.perf_counter() - start
     statistics = describe_samples(samples, outcome, config).with_history(previous)
     return PostprocessResult(built, statistics, verdicts, raw_rows, build, config)
+
+
+def failures_outside(judged: PostprocessResult, sources: Sequence[int]) -> list[int | None]:
+    """`Sample.rollout_id` of the samples that were rejected for what the model wrote and have no
+    row in the train data.
+    """
+    inside = set(sources)
+    return [
+        s.rollout_id
+        for place, s in enumerate(judged.judged)
+        if place not in inside and is_model_failure(s)
+    ]

@@ -43,6 +43,7 @@ SPANS: tuple[SpanName, ...] = (
     SpanName("columns", MANAGER, "samples become columns"),
     SpanName("rewards", MANAGER, "rewards normalized by group"),
     SpanName("schedule", MANAGER, "which sample goes to which rank, step and micro-batch"),
+    SpanName("ledger", MANAGER, "what became of each sample, into the ledger of the run"),
     SpanName("put", ANY, "a shard, or a bucket of weights, into the object store"),
     SpanName("collect_garbage", MANAGER, "once, after the first rollout"),
     SpanName("evaluation", MANAGER, "generating and scoring the evaluation sets"),

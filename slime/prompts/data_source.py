@@ -17,10 +17,12 @@ import argparse
 import copy
 import dataclasses
 import logging
+import threading
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, TypeGuard
 
 from slime.config.rules.rollout import SUPERVISED
+from slime.data.run_ledger import StreamMark
 from slime.data.sample import Sample
 from slime.data.structure import Group, iter_samples
 from slime.exceptions import ConfigError
@@ -80,6 +82,17 @@ class GroupOrigin:
     offset: int
 
 
+@dataclasses.dataclass(frozen=True)
+class UsedGroups:
+    """Groups that rollouts used up, trained or dropped, and those that were given back after that,
+    to be served once more. is_told: whether the rollout function said so itself (`commit`).
+    """
+
+    origins: tuple[GroupOrigin, ...]
+    served_again: tuple[int, ...]
+    is_told: bool
+
+
 def clone_for_group(prompt: Sample) -> Sample:
     """A new sample of the prompt: containers are its own, texts and media are shared (they are
     never edited).
@@ -118,11 +131,16 @@ class RolloutDataSource(DataSource):
         self._origins: dict[int, GroupOrigin] = {}
         self._used_by: dict[int, int] = {}
         self._is_told = False  # whether the rollout function ever called `commit`
+        self._newly_used: dict[int, GroupOrigin] = {}  # since `take_used`
+        self._served_again: list[int] = []  # given back after a rollout used them up
+        # A worker's thread may ask for groups while the rollout's thread commits or saves.
+        self._lock = threading.RLock()
         if self.dataset is not None and args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        return [self._next_group() for _ in range(num_samples)]
+        with self._lock:
+            return [self._next_group() for _ in range(num_samples)]
 
     def _next_group(self) -> Group:
         if self.dataset is not None and self.sample_offset >= len(self.dataset):
@@ -158,12 +176,49 @@ class RolloutDataSource(DataSource):
         )
 
     def commit(self, rollout_id: int, group_ids: Iterable[int]) -> None:
-        self._is_told = True
-        if self.args.save is None:
-            for group_id in group_ids:
+        with self._lock:
+            self._is_told = True
+            self._use(rollout_id, group_ids)
+
+    def _use(self, rollout_id: int, group_ids: Iterable[int]) -> None:
+        for group_id in group_ids:
+            if group_id in self._origins:
+                self._newly_used[group_id] = self._origins[group_id]
+            if self.args.save is None:
                 self._origins.pop(group_id, None)
-        else:
-            self._used_by.update((group_id, rollout_id) for group_id in group_ids)
+            else:
+                self._used_by[group_id] = rollout_id
+
+    def take_used(self, rollout_id: int) -> UsedGroups:
+        """What was used up since the call before, by rollout `rollout_id`. Where the rollout
+        function never called `commit`: all that it was given and did not give back.
+        """
+        with self._lock:
+            if not self._is_told:
+                self._use(rollout_id, self._origins.keys() - self._used_by.keys() - self._waiting())
+            used = UsedGroups(
+                tuple(origin for _, origin in sorted(self._newly_used.items())),
+                tuple(sorted(self._served_again)),
+                is_told=self._is_told,
+            )
+            self._newly_used, self._served_again = {}, []
+            return used
+
+    def mark(self) -> StreamMark:
+        """How far the stream of prompts has been handed out."""
+        with self._lock:
+            return StreamMark(
+                groups=self.sample_group_index,
+                epoch=self.epoch_id,
+                offset=self.sample_offset,
+                num_prompts=None if self.dataset is None else len(self.dataset),
+                group_size=self.args.n_samples_per_prompt,
+            )
+
+    def waiting_groups(self, rollout_id: int) -> list[int]:
+        """The groups, by identity, that the state after `rollout_id` serves again."""
+        with self._lock:
+            return [origin.group_index for origin in self._untrained(rollout_id)]
 
     def _waiting(self) -> set[int | None]:
         """Identities of groups that were given back."""
@@ -173,19 +228,20 @@ class RolloutDataSource(DataSource):
         """Groups that are out, or that a rollout after `rollout_id` used, in order of their
         identity.
         """
-        if not self._is_told:
-            return [
-                self._origins[group_id]
-                for group_id in sorted(self._origins.keys() & self._waiting())
-            ]
+        waiting = self._waiting()
         return [
             origin
             for group_id, origin in sorted(self._origins.items())
-            if self._used_by.get(group_id, rollout_id + 1) > rollout_id
+            if self._used_by.get(group_id, rollout_id + self._is_told) > rollout_id
+            or (not self._is_told and group_id in waiting)
         ]
 
     def state_dict(self, rollout_id: int) -> dict[str, Any]:
         """The state, as JSON-able values, in which rollout `rollout_id` is the last one trained."""
+        with self._lock:
+            return self._state_dict(rollout_id)
+
+    def _state_dict(self, rollout_id: int) -> dict[str, Any]:
         return {
             "format": STATE_FORMAT,
             "rollout_id": rollout_id,
@@ -304,14 +360,19 @@ class RolloutDataSource(DataSource):
     def save(self, rollout_id: int) -> None:
         if self.args.save is None:
             return
-        write_json(state_path(self.args.save, rollout_id), self.state_dict(rollout_id))
-        keep = {origin.group_index for origin in self._untrained(rollout_id)}
-        self._origins = {
-            group_id: origin for group_id, origin in self._origins.items() if group_id in keep
-        }
-        self._used_by = {
-            group_id: used_by for group_id, used_by in self._used_by.items() if group_id in keep
-        }
+        with self._lock:
+            state = self.state_dict(rollout_id)
+            keep = {origin.group_index for origin in self._untrained(rollout_id)}
+        write_json(state_path(self.args.save, rollout_id), state)
+        with self._lock:
+            is_done = {
+                group_id
+                for group_id, used_by in self._used_by.items()
+                if used_by <= rollout_id and group_id not in keep
+            }
+            for group_id in is_done:
+                self._used_by.pop(group_id)
+                self._origins.pop(group_id, None)
 
     def load(self, rollout_id: int | None = None) -> None:
         if self.args.load is None or rollout_id is None or rollout_id < 0:
@@ -346,8 +407,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         )
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        groups = self._from_buffer(num_samples)
-        return groups + super().get_samples(num_samples - len(groups))
+        with self._lock:
+            groups = self._from_buffer(num_samples)
+            return groups + super().get_samples(num_samples - len(groups))
 
     def _from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples == 0:
@@ -382,15 +444,18 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             assert len(group) == size, (
                 f"a group has {len(group)} members, --n-samples-per-prompt is {size}"
             )
-        self.buffer += samples
-        self.buffer.sort(key=_stream_position)
-        for group in samples:
-            self._used_by.pop(cast(int, group_id_of(group)), None)
+        with self._lock:
+            self.buffer += samples
+            self.buffer.sort(key=_stream_position)
+            for group_id in filter(_is_number, map(group_id_of, samples)):
+                is_used = self._used_by.pop(group_id, None) is not None
+                if is_used or (self._is_told and group_id not in self._origins):
+                    self._served_again.append(group_id)
 
     def _waiting(self) -> set[int | None]:
         return {group_id_of(group) for group in self.buffer}
 
-    def state_dict(self, rollout_id: int) -> dict[str, Any]:
+    def _state_dict(self, rollout_id: int) -> dict[str, Any]:
         progress = {}
         for position, group in enumerate(self.buffer):
             group_id = group_id_of(group)
@@ -400,7 +465,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 progress[str(group_id if group_id is not None else f"unnamed-{position}")] = (
                     encode_group(group)
                 )
-        return {**super().state_dict(rollout_id), "buffer_groups": progress}
+        return {**super()._state_dict(rollout_id), "buffer_groups": progress}
 
     def _restore_untrained(self, origins: list[GroupOrigin], state: dict[str, Any]) -> None:
         encoded = dict(state["buffer_groups"])
@@ -412,6 +477,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 self._make_group(origin) if progress is None else decode_group(progress)
             )
         self.buffer += [decode_group(group) for group in encoded.values()]
+
+
+def _is_number(group_id: object) -> TypeGuard[int]:
+    return type(group_id) is int
 
 
 def _stream_position(group: Group) -> tuple[bool, int]:

@@ -25,8 +25,8 @@ from slime.data.columns import (
     compute_rewards,
     length_penalties_of,
 )
-from slime.data.ledger import ledger_of_rollout
-from slime.data.reasons import DropReason, is_model_failure
+from slime.data.ledger import Ledger, ledger_of_rollout
+from slime.data.reasons import DropReason
 from slime.data.sample import Sample
 from slime.data.split import SplitConfig, SplitPlan, split_by_dp
 from slime.data.structure import (
@@ -40,13 +40,14 @@ from slime.exceptions import EngineError, RolloutDataError, SaveError
 from slime.files.disk_space import disk_space
 from slime.files.rollout_dump import RolloutDumper, load_debug_rollout_data, subsample_groups
 from slime.gate.gate import Gate
-from slime.gate.judge import PostprocessResult
+from slime.gate.judge import PostprocessResult, failures_outside
 from slime.metrics import rollout_metrics
 from slime.metrics.statistics import compute_rollout_step, dict_add_prefix
 from slime.plugins.watched_calls import WATCH
 from slime.ray import actors
 from slime.ray.engine_healing import EngineHealer
 from slime.ray.rollout_servers import start_rollout_servers
+from slime.ray.run_ledger import RolloutLedger, dropped_indices, row_outcomes
 from slime.ray.servers import PublishedWeights
 from slime.ray.utils import Lock
 from slime.recording.reader import is_recording, recorded_samples
@@ -99,6 +100,7 @@ class RolloutManager:
         self.data_source = (
             None if args.load_debug_rollout_data else load_function(args.data_source_path)(args)
         )
+        self.ledger = RolloutLedger(args, self.data_source)
         self.generate_rollout = load_function(args.rollout_function_path)
         self.eval_generate_rollout = load_function(
             args.eval_function_path or args.rollout_function_path
@@ -201,10 +203,12 @@ class RolloutManager:
         )
         truncated = rollout_metrics.truncated_share([*judged.judged, *filtered])
         del dropped_groups, filtered  # they are the snapshot writer's now, and go with the write
+        dropped = dropped_indices(output)
         output = dataclasses.replace(output, dropped_groups=[])
         if logged is None:
             self._log_gate(self.gate.metrics(judged), rollout_id, step_key="rollout/step")
         if self.args.debug_rollout_only:
+            self.ledger.enter_untrained(rollout_id, judged.judged, dropped)
             return None
         with timer("convert_samples"):
             data, sources = self.train_data(judged, marks)
@@ -213,10 +217,11 @@ class RolloutManager:
         if self.recorder is not None:
             indices = [sample.index for sample in judged.judged]
             self.recorder.split(data, sources, plan, indices=indices)
-        planned = self._log_split(
+        ledger = self._log_split(
             rollout_id, plan, output, marks, sources, {"rollout/truncated": truncated}
         )
-        return boxes if planned else [Box(box.inner) for box in boxes]
+        self.ledger.enter(rollout_id, marks, dropped, row_outcomes(sources, plan), counts=ledger)
+        return boxes if ledger.trained else [Box(box.inner) for box in boxes]
 
     @spanned("evaluation")
     def eval(self, rollout_id: int) -> None:
@@ -272,6 +277,7 @@ class RolloutManager:
         if self.data_source is not None:
             try:
                 self.data_source.save(rollout_id)
+                self.ledger.save(rollout_id)
             except OSError as error:
                 raise SaveError(
                     f"The data position after rollout {rollout_id} was not saved: {error}. Earlier "
@@ -286,6 +292,10 @@ class RolloutManager:
             self.data_source.load(rollout_id)
         if self.args.load is not None and rollout_id is not None and rollout_id >= 0:
             self.gate.load(self.args.load, rollout_id)
+
+    def begin_ledger(self, start_rollout_id: int) -> str:
+        """Enters this start of the run into its ledger, after `load`; returns the start's name."""
+        return self.ledger.begin(start_rollout_id)
 
     def offload(self) -> None:
         """Lets the engines free their memory while training runs."""
@@ -325,6 +335,7 @@ class RolloutManager:
     def dispose(self) -> None:
         """Stops engines and writers."""
         self.gate.close()
+        self.ledger.close()
         if self.recorder is not None:
             self.recorder.close(STOP_TIMEOUT_S)
             observe_replies(None)
@@ -504,10 +515,10 @@ class RolloutManager:
         marks: Sequence[Mark],
         sources: list[int],
         extra_metrics: dict[str, float],
-    ) -> int:
+    ) -> Ledger:
         """Conservation - sampled = trained + dropped by reason - checked and logged, with the
-        schedule and the timers. Returns the number of samples that are planned to train; that they
-        did, the driver logs.
+        schedule and the timers. `trained` of what is returned are planned; that they trained, the
+        driver logs.
         """
         ledger = ledger_of_rollout(
             [mark.reason for mark in marks],
@@ -541,7 +552,7 @@ class RolloutManager:
         }
         metrics["rollout/step"] = compute_rollout_step(self.args, rollout_id)
         log(self.args, metrics, step_key="rollout/step")
-        return ledger.trained
+        return ledger
 
 
 class RolloutManagerActor(RolloutManager):
@@ -580,18 +591,6 @@ class RolloutManagerActor(RolloutManager):
             super().dispose()
         else:
             finish_tracking(self.args, primary=False)
-
-
-def failures_outside(judged: PostprocessResult, sources: Sequence[int]) -> list[int | None]:
-    """`Sample.rollout_id` of the samples that were rejected for what the model wrote and have no
-    row in the train data.
-    """
-    inside = set(sources)
-    return [
-        s.rollout_id
-        for place, s in enumerate(judged.judged)
-        if place not in inside and is_model_failure(s)
-    ]
 
 
 def _load_optional(path: str | None) -> Any:

@@ -311,10 +311,10 @@ async def _call_generate(
         {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
     )
     call = function(args, sample, sampling_params, **extra)
-    index = sample.index
+    index, group_index = sample.index, sample.group_index
     result = await _within_limit(args, f"the generate function {path} for sample {index}", call)
     require_generated(path, result)
-    return with_rollout_id(result, index)
+    return with_rollout_id(result, index, group_index)
 
 
 async def _score_or_collect(

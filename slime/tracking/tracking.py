@@ -146,7 +146,7 @@ class Tracking:
         self.lost: collections.Counter[str] = collections.Counter()
         self._sinks = sinks or []
         self._axes = StepAxes(before)
-        self._process = uuid.uuid4().hex[:8]
+        self.process = uuid.uuid4().hex[:8]
         self.collectors: list[list[dict[str, Any]]] = []
         self._lock = threading.Lock()
         self._writer = None if run_dir is None else JsonlWriter(Path(run_dir) / FILE_NAME)
@@ -168,7 +168,7 @@ class Tracking:
         values = {name: plain_value(value) for name, value in metrics.items()}
         record: dict[str, Any] = {
             "time": time.time(),
-            "process": self._process,
+            "process": self.process,
             "step_key": step_key,
             "step": values[step_key],
         }
@@ -241,7 +241,7 @@ class Tracking:
     def _forward(self) -> None:
         """Sends what other processes have appended since the last call."""
         for record in self._tail.read():
-            if record.get("process") != self._process and "step_key" in record:
+            if record.get("process") != self.process and "step_key" in record:
                 self._send(
                     {**record["metrics"], record["step_key"]: record["step"]}, record["step_key"]
                 )
@@ -360,6 +360,11 @@ def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> Non
     if hasattr(args, "run_dir") and args.run_dir:
         init_tracking(args, primary=False)
         log(args, metrics, step_key)
+
+
+def process_name() -> str:
+    """What names this process in the records that it logs; "" where it logs none."""
+    return "" if _tracking is None else _tracking.process
 
 
 @contextlib.contextmanager

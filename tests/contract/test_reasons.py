@@ -11,7 +11,7 @@ import pytest
 from support.gate_samples import sound_sample
 
 import slime
-from slime.backends.megatron_utils.trained_samples import count_not_trained
+from slime.backends.megatron_utils.trained_samples import find_not_trained
 from slime.data.columns import counts_in_baseline
 from slime.data.ledger import PREFIX, Ledger, finished_metrics, ledger_of_rollout
 from slime.data.reasons import (
@@ -36,7 +36,7 @@ ALL = (*InvalidReason, *DropReason)
 
 def test_names_are_unique_and_a_reason_survives_a_pickle():
     """A reason travels between processes as itself, with its facts."""
-    assert len({reason.value for reason in ALL}) == len(ALL) == 26
+    assert len({reason.value for reason in ALL}) == len(ALL) == 28
     for reason in ALL:
         assert pickle.loads(pickle.dumps(reason)) is reason
         assert type(reason)(reason.value).facts is reason.facts
@@ -128,8 +128,8 @@ def test_what_is_counted_stands_under_the_key_of_its_entry():
         "num_microbatches": [2, 1],
         "micro_batch_indices": [[0], [1], [2]],
     }
-    gone = count_not_trained(batch, trainable_before=[True, True, True], skipped_steps=[1])
-    metrics = finished_metrics(3, gone)
+    gone = find_not_trained(batch, trainable_before=[True, True, True], skipped_steps=[1])
+    metrics = finished_metrics(3, {reason: len(rows) for reason, rows in gone.items()})
     for reason in (reason for reason in DropReason if reason.facts.stage is Stage.TRAINER):
         assert metrics[f"{PREFIX}{reason.ledger_key}"] == 1
 

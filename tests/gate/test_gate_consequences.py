@@ -316,9 +316,9 @@ def test_samples_count_as_trained_when_the_policy_has_trained_on_them(tmp_path, 
         )
     assert ledgers == [(0, 11, 16, 0), (11, 0, 5, 11)]
     results = [
-        {"not_trained": {"update_skipped": 4}},
+        {"not_trained": {"update_skipped": [0, 2, 3, 5]}},
         None,
-        {"not_trained": {"update_skipped": 3, "masked_by_function": 1}},
+        {"not_trained": {"update_skipped": [7, 8, 9], "masked_by_function": [10]}},
         {"not_trained": {}},
     ]
     log_trained(manager.args, 1, boxes, results)

@@ -15,7 +15,7 @@ from support.manager import dirty_rollout, manager_of
 from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.data import to_train_device
 from slime.backends.megatron_utils.trained_samples import (
-    count_not_trained,
+    find_not_trained,
     have_trainable_tokens,
     same_samples,
 )
@@ -162,7 +162,7 @@ def test_a_hook_that_changes_numbers_or_masks_tokens_trains_nothing_else(
         2 if kind == "masks a token" else 0
     )
     for batch, had in zip(batches, trainable, strict=True):
-        assert count_not_trained(batch, trainable_before=had, skipped_steps=[]) == {}
+        assert find_not_trained(batch, trainable_before=had, skipped_steps=[]) == {}
 
 
 def test_samples_that_a_hook_masks_or_whose_step_is_skipped_are_planned_and_did_not_train(
@@ -181,10 +181,10 @@ def test_samples_that_a_hook_masks_or_whose_step_is_skipped_are_planned_and_did_
     ):
         gone = {}
         for batch, had in zip(batches, trainable, strict=True):
-            for reason, count in count_not_trained(
+            for reason, indices in find_not_trained(
                 batch, trainable_before=had, skipped_steps=skipped
             ).items():
-                gone[reason] = gone.get(reason, 0) + count
+                gone[reason] = gone.get(reason, 0) + len(indices)
         assert gone == expected
         assert finished_metrics(planned, gone)["rollout/ledger/trained"] == 10 - sum(
             expected.values()
@@ -199,11 +199,12 @@ def test_only_the_samples_of_a_skipped_step_did_not_train():
         "rollout_mask_sums": torch.tensor([2.0, 2.0, 2.0, 0.0, 2.0]),
         "num_microbatches": [2, 2],
         "micro_batch_indices": [[0], [1], [2, 3], [4]],
+        "sample_indices": torch.tensor([10, 11, 12, 13, 14]),
     }
-    assert count_not_trained(batch, trainable_before=None, skipped_steps=[1]) == {
-        "update_skipped": 2
+    assert find_not_trained(batch, trainable_before=None, skipped_steps=[1]) == {
+        "update_skipped": [12, 14]
     }
-    assert count_not_trained(batch, trainable_before=None, skipped_steps=[]) == {}
+    assert find_not_trained(batch, trainable_before=None, skipped_steps=[]) == {}
 
 
 def test_more_samples_than_were_planned_cannot_have_not_trained():

@@ -53,8 +53,9 @@ def plan_of(partitions: list[list[int]], num_rows: int) -> SplitPlan:
         rollout_mask_sums_N=np.ones(num_rows, dtype=np.float32),
         rollout_sample_counts_N=np.ones(num_rows, dtype=np.int32),
         owner_ranks_N=np.zeros(num_rows, dtype=np.int16),
+        steps_N=np.zeros(num_rows, dtype=np.int64),
+        reasons=[None] * num_rows,
         global_batch_sizes=[num_rows],
         num_trained_by_rank=[len(part) for part in partitions],
         num_trained_rollouts=num_rows,
-        dropped={},
     )

@@ -46,8 +46,8 @@ from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer, training_tensors
 from slime.backends.megatron_utils.recorder import TrainRecorder
 from slime.backends.megatron_utils.trained_samples import (
-    count_not_trained,
     counts_for_its_data_parallel_rank,
+    find_not_trained,
     have_trainable_tokens,
     same_samples,
 )
@@ -55,6 +55,7 @@ from slime.backends.megatron_utils.update_weight.publish import publish_weights
 from slime.backends.megatron_utils.weight_ages import WeightAges
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.data.batch import RolloutBatch
+from slime.files.ledger_file import copy_ledger_state
 from slime.files.train_dump_utils import save_debug_train_data
 from slime.metrics.statistics import compute_rollout_step
 from slime.models.shape import read_model_shape
@@ -188,7 +189,7 @@ class MegatronTrainRayActor(TrainRayActor):
     ) -> Any:
         """Trains on one rollout. On the last pipeline stage a critic returns {"values": per-sample
         CPU tensors}, and the policy, on one rank per data-parallel rank, {"not_trained": {reason:
-        planned samples that did not train}}; else None.
+        `Sample.index` of the planned samples that did not train}}; else None.
 
         weight_updates_since_start: how many versions the engines got since the rollout was begun,
         for --keep-old-actor; None: not known.
@@ -295,7 +296,7 @@ class MegatronTrainRayActor(TrainRayActor):
         if not counts_for_its_data_parallel_rank():
             return None
         return {
-            "not_trained": count_not_trained(
+            "not_trained": find_not_trained(
                 rollout_data, trainable_before=trainable, skipped_steps=skipped
             )
         }
@@ -469,7 +470,7 @@ class MegatronTrainRayActor(TrainRayActor):
                     self.optimizer,
                     self.opt_param_scheduler,
                     save_dir=folder,
-                    write_extra=self._save_state,
+                    write_extra=lambda writing: self._save_with_ledger(writing, rollout_id),
                     retention=self._retention(),
                 )
         if args.save_hf is not None and self.role == "actor":
@@ -512,6 +513,11 @@ class MegatronTrainRayActor(TrainRayActor):
             write_extra=functools.partial(self._save_state, engines=engines),
             retention=Retention(keep=1),
         )
+
+    def _save_with_ledger(self, folder: Path, rollout_id: int) -> None:
+        self._save_state(folder)
+        if self.role == "actor" and dist.get_rank() == 0:
+            copy_ledger_state(self.args.save, rollout_id, folder)
 
     def _save_state(self, folder: Path, *, engines: str | None = ENGINES) -> None:
         """`engines`: which of the kept weights are saved as those of the engines."""

@@ -68,14 +68,14 @@ def have_trainable_tokens(batch: Mapping[str, Any]) -> list[bool]:
     return torch.stack(found).tolist() if found else []
 
 
-def count_not_trained(
+def find_not_trained(
     batch: Mapping[str, Any],
     *,
     trainable_before: Sequence[bool] | None,
     skipped_steps: Sequence[int],
-) -> dict[str, int]:
-    """{reason: samples of this rank that were planned and did not train}: users' functions masked
-    them, or their step changed nothing.
+) -> dict[str, list[int | None]]:
+    """{reason: `Sample.index` of the samples of this rank that were planned and did not train}:
+    users' functions masked them, or their step changed nothing. None where the batch names none.
 
     A sample was planned where its rollout has a trainable token. trainable_before:
     `have_trainable_tokens` before users' functions, None where there are none. skipped_steps:
@@ -98,11 +98,18 @@ def count_not_trained(
         for indices in batch["micro_batch_indices"][bounds[step] : bounds[step + 1]]
         for row in indices
     }
-    counts = {
-        DropReason.MASKED_BY_FUNCTION.value: sum(masked),
-        DropReason.UPDATE_SKIPPED.value: sum(planned[row] and not masked[row] for row in skipped),
+    found = {
+        DropReason.MASKED_BY_FUNCTION.value: [row for row, is_gone in enumerate(masked) if is_gone],
+        DropReason.UPDATE_SKIPPED.value: sorted(
+            row for row in skipped if planned[row] and not masked[row]
+        ),
     }
-    return {reason: count for reason, count in counts.items() if count}
+    indices = batch.get("sample_indices")
+    return {
+        reason: [None if indices is None else int(indices[row]) for row in rows]
+        for reason, rows in found.items()
+        if rows
+    }
 
 
 def counts_for_its_data_parallel_rank() -> bool:

@@ -32,12 +32,16 @@ from slime.files.train_record import TrainDump
 from slime.gate.before_rewards import ResponseTally
 from slime.gate.config import GateConfig, Level
 from slime.gate.gate import gate_config_from_args
-from slime.gate.judge import PostprocessResult, postprocess_output_data
+from slime.gate.judge import (
+    PostprocessResult,
+    failures_outside,
+    postprocess_output_data,
+)
 from slime.gate.tables import schedule_table
 from slime.metrics import contributions, rollout_metrics
 from slime.metrics.batch_values import phase_contributions
 from slime.metrics.statistics import dict_add_prefix
-from slime.ray.rollout import RolloutManager, failures_outside
+from slime.ray.rollout import RolloutManager
 from slime.recording.manifest import ROLLOUT, TRAIN
 from slime.recording.reader import JudgedSamples, RecordedRollout
 from slime.recording.rollout_side import columns_table, judged_table
