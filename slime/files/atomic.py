@@ -21,10 +21,13 @@ class PendingFile:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        """Makes the folder where it is missing; writes nothing."""
+        """Makes the folder where it is missing, and removes what a process that was killed has left
+        of the same file; writes nothing.
+        """
         self.path = Path(path)
         self.temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(self.path)
 
     def commit(self) -> None:
         """Gives the closed file its name. Raises `OSError` where the disk refuses it; the earlier
@@ -38,6 +41,18 @@ class PendingFile:
     def abandon(self) -> None:
         """Removes what was written. Does nothing after `commit`."""
         self.temporary.unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes the temporary files of `path` whose processes have ended. A file has one writer at a
+    time, so that those of another machine have ended too.
+    """
+    prefix = f".{path.name}."
+    with contextlib.suppress(OSError):  # the write that follows meets the disk's error itself
+        for name in os.listdir(path.parent):
+            owner = name.removeprefix(prefix)
+            if owner != name and owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
+                path.with_name(name).unlink()
 
 
 @contextlib.contextmanager

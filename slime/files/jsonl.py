@@ -1,13 +1,18 @@
 """Append-only JSON lines that several processes write at once and anyone can read at any time.
 
 One record is one `write` on a descriptor opened with O_APPEND, so records of different processes
-never mix. A record that did not fit on a full disk leaves a torn line; the next record starts on a
-fresh line and readers skip and count what they cannot parse.
+never mix. A record that did not fit on a full disk, or whose process was killed, leaves a torn line;
+the next record starts on a fresh line and readers skip and count what they cannot parse. A record
+carries a checksum, so that a changed byte is one of these.
+
+{"step": 3, ..., "crc32": 2774873541}
 """
 
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,8 @@ import orjson
 
 from slime.files import exact_json
 
+# the checksum of a record, its last value
+_CRC = re.compile(rb',?"crc32":(\d{1,10})\}$')
 # What `plain_value` makes of a float that JSON does not have.
 NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 
@@ -68,8 +75,9 @@ class JsonlWriter:
         """
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        lines = b"\n" * self._torn + b"".join(map(encode, records))
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._torn = _ends_torn(self._descriptor)
+        lines = b"\n" * self._torn + b"".join(map(_checked, map(encode, records)))
         written = os.write(self._descriptor, lines)
         self._torn = written < len(lines)
         if self._torn:
@@ -83,9 +91,28 @@ class JsonlWriter:
             self._descriptor = None
 
 
+def _checked(line: bytes) -> bytes:
+    """The line of a record with the checksum of what stands before it as its last value."""
+    content = line[:-2]
+    comma = b"," if len(content) > 1 else b""
+    return b'%b%b"crc32":%d}\n' % (content, comma, zlib.crc32(content))
+
+
+def _is_changed(line: bytes) -> bool:
+    """Whether a line has a checksum that is not its own."""
+    found = _CRC.search(line)
+    return found is not None and zlib.crc32(line[: found.start()]) != int(found[1])
+
+
+def _ends_torn(descriptor: int) -> bool:
+    """Whether the file ends within a line, which a process that was killed has left."""
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
 class JsonlTail:
     """Reads what was appended since the last call. `malformed` counts complete lines that are no
-    JSON object.
+    JSON object, or not the one that was written. Records come without their checksum.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, from_end: bool = False) -> None:
@@ -123,7 +150,8 @@ class JsonlTail:
             except orjson.JSONDecodeError:
                 self.malformed += 1
                 continue
-            if isinstance(record, dict):
+            if isinstance(record, dict) and not _is_changed(line):
+                record.pop("crc32", None)
                 yield record
             else:
                 self.malformed += 1

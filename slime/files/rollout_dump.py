@@ -1,13 +1,15 @@
 """Writes and reads rollout dumps: a Parquet table with a row per sample where the path ends in
-.parquet, see `sample_table`; else a head line, then one JSON line per sample. Nothing in them is
-executed when read.
+.parquet, see `sample_table`; else a head line, one JSON line per sample, and a hash of them all.
+Nothing in them is executed when read.
 
-{"format": "slime-rollout-1", "rollout_id": 7, "evaluation": false, "num_samples": 512}
+{"format": "slime-rollout-1", "rollout_id": 7, "evaluation": false, "num_samples": 512, "sealed": true}
 {"group_index": 0, "tokens": [...], ...}
+{"blake2b":"6f1c..."}
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +23,7 @@ from slime.exceptions import ConfigError, RolloutDataError
 from slime.files import atomic, exact_json, tables
 from slime.files.json_values import decode_values, encode_json
 from slime.files.sample_table import sample_table, samples_of
+from slime.files.sealed_lines import SealHash, sealed
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +67,9 @@ def save_debug_rollout_data(
         "rollout_id": rollout_id,
         "evaluation": evaluation,
         "num_samples": len(samples),
+        "sealed": True,
     }
-    atomic.write_bytes(path, _lines(head, samples))
+    atomic.write_bytes(path, sealed(_lines(head, samples)))
     return path
 
 
@@ -151,21 +155,45 @@ def _read_table(path: Path) -> list[Sample]:
 
 
 def _read_lines(path: Path, file: BinaryIO) -> list[Sample]:
-    """The samples, a line at a time: the file's text is never in memory beside them."""
+    """The samples, a line at a time: the file's text is never in memory beside them. The dump of an
+    earlier version has no seal.
+    """
     first = file.readline()
     head = _parse(path, 1, first) if first else {}
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise RolloutDataError(
             f"{path} is not a rollout dump of this version: it begins with {first[:60].rstrip()!r}."
         )
-    count = sum(1 for _ in file)  # said first: the line at which a file was cut is rarely whole
+    is_sealed = head.get("sealed") is True
+    count, is_changed = _look_through(file, first, is_sealed=is_sealed)
+    # raised first: the line at which a file was cut is rarely whole
     if count != head.get("num_samples"):
         raise RolloutDataError(
             f"{path} holds {count} samples, its head says {head.get('num_samples')}. It was cut "
             "short or edited."
         )
     file.seek(len(first))
-    return [_read_sample(path, number, line) for number, line in enumerate(file, start=2)]
+    samples = [
+        _read_sample(path, number, line)
+        for number, line in enumerate(itertools.islice(file, count), start=2)
+    ]
+    if is_changed:  # raised last: a line that is no sample is the better message
+        raise RolloutDataError(
+            f"{path} is damaged or was edited: its last line is not the hash of those before it. "
+            'Remove that line and "sealed" from the first one to read an edited dump.'
+        )
+    return samples
+
+
+def _look_through(file: BinaryIO, first: bytes, *, is_sealed: bool) -> tuple[int, bool]:
+    """(lines of samples behind the head, whether they differ from the seal)."""
+    if not is_sealed:
+        return sum(1 for _ in file), False
+    found, last, count = SealHash(), first, 0
+    for line in file:
+        found.add(last)
+        last, count = line, count + 1
+    return count - 1, last != found.seal()
 
 
 def _read_sample(path: Path, number: int, line: bytes) -> Sample:

@@ -216,6 +216,17 @@ def read_train_dump(path: str | os.PathLike) -> TrainDump:
 
 def _parse(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The JSON header and all tensors by name, checked."""
+    try:
+        return _checked_tensors(path, data)
+    except RolloutDataError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise RolloutDataError(
+            f"{path} is damaged: its head does not fit its tensors ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _checked_tensors(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     size = 8 + int.from_bytes(data[:8], "little")
     try:
         entries = json.loads(data[8:size])

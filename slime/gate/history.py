@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.files import atomic
 from slime.files.jsonl import encode, read_jsonl
+from slime.files.sealed_lines import is_whole, sealed
 from slime.gate.statistics import GateStatistics
 
 FORMAT = "slime-gate-history-1"
@@ -78,8 +79,9 @@ class GateHistory:
             "rollout_id": rollout_id,
             "records": len(records),
             "start": start,
+            "sealed": True,
         }
-        atomic.write_bytes(path, map(encode, [head, *records]))
+        atomic.write_bytes(path, sealed(map(encode, [head, *records])))
 
     def read(self, path: Path, rollout_id: int) -> str | None:
         """Restores what `write` wrote, and nothing else. Returns a message about what is missing,
@@ -93,9 +95,12 @@ class GateHistory:
             lines, num_lost = read_jsonl(path)
         except OSError as error:
             return f"{path} cannot be read: {error}"
-        num_expected = None
+        num_expected, is_sealed = None, False
+        if lines and "blake2b" in lines[-1]:
+            lines.pop()
         for line in lines:
             if "format" in line:
+                is_sealed = bool(line.get("sealed"))
                 if line["format"] != FORMAT:
                     return f"{path} has format {line['format']!r}; this version reads {FORMAT}"
                 num_expected = line.get("records")
@@ -119,6 +124,8 @@ class GateHistory:
                 f"{num_missing} of {num_expected} lines of {path} are damaged or missing, "
                 f"{num_lost} lines are no records"
             )
+        if is_sealed and not is_whole(path.read_bytes()):
+            return f"{path} is damaged: its last line is not the hash of those before it"
         return None
 
     def _remember(self, line: Mapping[str, Any], rollout_id: int) -> None:

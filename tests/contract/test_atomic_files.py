@@ -217,10 +217,11 @@ def test_a_sample_that_cannot_be_dumped_leaves_no_half_dump(tmp_path):
     assert names_below(tmp_path) == []
 
 
-def test_a_dump_of_the_rollout_is_its_head_and_a_line_per_sample(tmp_path):
+def test_a_dump_of_the_rollout_is_its_head_a_line_per_sample_and_a_hash(tmp_path):
     """The head says how many samples follow."""
     lines = write_rollout_dump(tmp_path).read_bytes().splitlines()
-    assert orjson.loads(lines[0])["num_samples"] == len(lines) - 1 == 10
+    assert orjson.loads(lines[0])["num_samples"] == len(lines) - 2 == 10
+    assert orjson.loads(lines[-1]).keys() == {"blake2b"}
     write_data_position(tmp_path)
     assert read_state(tmp_path / "state.json") == {"position": list(range(1000))}
 

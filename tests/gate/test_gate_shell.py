@@ -18,6 +18,7 @@ from support.manager import manager_of
 from slime.config.gate import GateOptions
 from slime.data.sample import Status
 from slime.exceptions import ConfigError
+from slime.files.jsonl import read_jsonl
 from slime.gate import (
     FormatSpec,
     Gate,
@@ -64,7 +65,7 @@ def scored(count=8, num_truncated=0):
 
 
 def records(folder):
-    return [json.loads(line) for line in (folder / "gate.jsonl").read_text().splitlines()]
+    return read_jsonl(folder / "gate.jsonl")[0]
 
 
 def test_options_become_one_frozen_config():
