@@ -1,7 +1,7 @@
 """Parquet tables with ragged columns: one row per sample, one list per sample and token field.
 
-What is written is read by pandas, polars and duckdb without this code. Pages carry checksums, so a
-flipped bit is found when a table is read.
+What is written is read by pandas, polars and duckdb without this code. Pages carry checksums, and the
+whole file a seal, see `table_seal`, so a flipped bit is found when a table is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime.exceptions import RolloutDataError
-from slime.files import atomic
+from slime.files import atomic, table_seal
 
 if TYPE_CHECKING:
     import pyarrow
@@ -73,12 +73,15 @@ def write_table(
     """
     with atomic.replacing(path) as temporary:
         write_table_to(temporary, table, metadata)
+        table_seal.seal(temporary)
 
 
 def write_table_to(
     path: str | os.PathLike, table: pyarrow.Table, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the table to a path that is the caller's to give its name."""
+    """Writes the table, without a seal, to a path that is the caller's to give its name: for a file
+    whose hash is kept elsewhere.
+    """
     import pyarrow.parquet
 
     table = table.replace_schema_metadata(
@@ -164,6 +167,10 @@ def read_table(
     path = Path(path)
     if not path.is_file():
         raise RolloutDataError(f"There is no {what} at {path}.")
+    if table_seal.is_changed(path):
+        raise RolloutDataError(
+            f"{path} is damaged: it is not what was written, whose hash stands before its footer."
+        )
     limit = LARGEST_EXPANSION + EXPANSION * path.stat().st_size
     try:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:

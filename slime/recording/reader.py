@@ -105,6 +105,7 @@ class RecordedRollout:
         self.folder = folder
         self.recording = recording
         self.manifests: dict[str, Manifest] = {}
+        self._verified: set[str] = set()  # names of parts
         for writer in manifest.WRITERS:
             found = manifest.read_manifest(folder, writer)
             if found is not None:
@@ -178,12 +179,22 @@ class RecordedRollout:
     # --- parts ------------------------------------------------------------------------------------
 
     def table(self, name: str) -> pyarrow.Table:
-        """The table of a part."""
-        return tables.read_table(self.path(name), what=f"{name} part of a recording")
+        """The table of a part. `RolloutDataError` where it is not as it was written."""
+        return tables.read_table(self._unchanged(name), what=f"{name} part of a recording")
 
     def json(self, name: str) -> dict[str, Any]:
-        """The JSON object of a part."""
-        return manifest.read_json(self.path(name), limit=LARGEST_JSON)
+        """The JSON object of a part. `RolloutDataError` where it is not as it was written."""
+        return manifest.read_json(self._unchanged(name), limit=LARGEST_JSON)
+
+    def _unchanged(self, name: str) -> Path:
+        """The file of a part, held against its hash, once, before anything parses it."""
+        path = self.path(name)
+        if name not in self._verified:
+            problem = manifest.verify_part(self.folder, self.parts[name])
+            if problem is not None:
+                raise RolloutDataError(problem)
+            self._verified.add(name)
+        return path
 
     def judged_samples(self) -> JudgedSamples:
         """The samples part."""
@@ -228,7 +239,7 @@ class RecordedRollout:
 
     def train(self) -> TrainDump:
         """What training computed."""
-        return read_train_table(self.path("train"))
+        return read_train_table(self._unchanged("train"))
 
     def metric_records(self, *names: str) -> list[dict[str, Any]]:
         """What was logged of the rollout: {"step_key", "step", "metrics"} each. `names`: the parts
@@ -239,7 +250,7 @@ class RecordedRollout:
             if name == "rollout":
                 records += self.json(name).get("metrics", [])
             else:
-                records += read_jsonl(self.path(name))[0]
+                records += read_jsonl(self._unchanged(name))[0]
         return records
 
 
