@@ -8,6 +8,7 @@ from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 ENDED = "ZX"
+DISK = "D"  # waits for a disk, or for memory that was swapped out
 STOPPED = "T"  # by SIGSTOP, SIGTSTP and their like; a debugger's stop is "t"
 
 

@@ -1,7 +1,7 @@
 """When a process counts as frozen.
 
 Stopped, in a deadlock that holds the interpreter, swapped out: its heart does not beat, it uses no
-processor, and it does not wait for one, for `FROZEN_S` on end. One that computes in C code without
+processor, and it does not wait for one, for `FROZEN_S` on end, or a minute where it waits for a disk. One that computes in C code without
 giving the interpreter back uses the processor; one that starves on a busy machine waits for it; one
 that a debugger holds is meant to stand still. None of these is frozen.
 
@@ -17,9 +17,12 @@ import collections
 import dataclasses
 import math
 
-from slime.supervision.processes import STOPPED
+from slime.supervision.processes import DISK, STOPPED
 
 FROZEN_S = 8.0
+# In the state D (waiting for a disk): a model that is read from a slow network disk, page by page,
+# may hold the interpreter and use hardly any processor.
+WAITING_FOR_DISK_S = 60.0
 # Between two looks of a watch that was not held up itself. After a longer pause (Ctrl-Z, a suspended
 # machine) everything is looked at anew.
 GAP_S = 3.0
@@ -60,7 +63,8 @@ class Stillness:
         self._runnable.append((reading.time, reading.is_runnable))
         while self._runnable[0][0] < reading.time - FROZEN_S:
             self._runnable.popleft()
-        if reading.time - since.time < FROZEN_S:
+        limit = WAITING_FOR_DISK_S if reading.state == DISK else FROZEN_S
+        if reading.time - since.time < limit:
             return None
         num_runnable = sum(is_runnable for _, is_runnable in self._runnable)
         is_starving = num_runnable > STARVING_SHARE * len(self._runnable)

@@ -76,6 +76,8 @@ def test_a_process_that_neither_beats_nor_runs_is_frozen_after_eight_seconds():
         {"time": t, "cpu_s": 0.006 * t, "is_runnable": n % 6 == 0} for n, t in enumerate(times())
     ]
     assert still_after(deadlock) == 8.0
+    # it reads a model from a slow disk, or its memory is swapped out
+    assert still_after(({"time": t} for t in times()), state="D") == 60.0
     # it computed until it was stopped at 0.4
     assert still_after({"time": t, "cpu_s": min(t, 0.4)} for t in times()) == 8.5
 

@@ -13,10 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
+from slime.data.run_ledger import RolloutEntry, SavedState, Start, StreamMark, TrainedEntry
 from slime.data.sample import Sample
 from slime.exceptions import SlimeError
 from slime.files import tables
 from slime.files.jsonl import JsonlWriter, read_jsonl
+from slime.files.ledger_file import (
+    FILE_NAME,
+    LedgerWriter,
+    handed_state_path,
+    read_books,
+    read_state,
+    write_state,
+)
 from slime.files.rollout_dump import read_rollout_dump, save_debug_rollout_data
 from slime.files.train_dump import TrainDumpWriter, read_train_dump
 from slime.files.train_record import TensorOutline
@@ -325,6 +334,69 @@ class Metrics(Target):
         return max(whole, default=None)
 
 
+class Books(Target):
+    """The run's ledger: lines that are appended, and a state beside each checkpoint."""
+
+    name = "ledger"
+    appends = True
+
+    def write(self, folder: Path, version: int) -> None:
+        writer = LedgerWriter(folder)
+        try:
+            begun = [self._start()] if version == 0 else []
+            writer.append([*begun, self._rollout(version), self._trained(version)])
+            writer.sync()
+        finally:
+            writer.close()
+        write_state(handed_state_path(folder, version), self._state(version))
+
+    def read(self, folder: Path) -> int | None:
+        found = None
+        books = read_books(folder / FILE_NAME)
+        check(not books.twice, f"twice: {books.twice}")
+        for (start, version), entry in books.rollouts.items():
+            check(start == "s" and entry == self._rollout(version), f"rollout {version}")
+        for (start, version), entry in books.trained.items():
+            check(start == "s" and entry == self._trained(version), f"training of {version}")
+        for path in (folder / "rollout").glob("ledger_*.json"):
+            version = int(re.sub(r"\D", "", path.stem))
+            check(read_state(path) == self._state(version), f"state after {version}")
+            if ("s", version) in books.rollouts and ("s", version) in books.trained:
+                found = version if found is None else max(found, version)
+        return found
+
+    @staticmethod
+    def _start() -> Start:
+        return Start("s", 0.0, "run", 0, (), None, ())
+
+    @staticmethod
+    def _rollout(version: int) -> RolloutEntry:
+        return RolloutEntry(
+            start="s",
+            rollout=version,
+            time=version / 8,
+            process="p",
+            mark=StreamMark(version + 1, 0, version + 1, 100, 4),
+            served=((0, version, version, 1),),
+            again=(),
+            is_told=True,
+            planned={0: ((4 * version, 3),)},
+            dropped={"truncated": ((4 * version + 3, 1),)},
+            rows={},
+            unnamed={},
+            counts={"sampled": 4},
+        )
+
+    @staticmethod
+    def _trained(version: int) -> TrainedEntry:
+        return TrainedEntry("s", version, version / 8, "p", 3, {}, 0)
+
+    @staticmethod
+    def _state(version: int) -> SavedState:
+        mark = StreamMark(version + 1, 0, version + 1, 100, 4)
+        return SavedState(version, (("s", 0, version),), mark, ())
+
+
 class Checkpoint(Target):
     """Model, optimizer, schedule and random states of one training rank, kept twice."""
 
@@ -409,6 +481,7 @@ def all_targets() -> list[Target]:
         TrainDump(),
         History(),
         Metrics(),
+        Books(),
     ]
 
 
