@@ -159,17 +159,7 @@ def _run_in_fork(scratch: Path, tests: tuple[str, ...], log: Path, *, write_byte
         del sys.modules[name]
     import pytest
 
-    # faulthandler's thread of a pytest that surrounds this one is not in the fork, and its plugin
-    # would wait for it
-    options = [
-        "-x",
-        "-q",
-        "--tb=line",
-        "--no-header",
-        "--hypothesis-seed=0",
-        "-p",
-        "no:faulthandler",
-    ]
+    options = ["-x", "-q", "--tb=line", "--no-header", "--hypothesis-seed=0"]
     status = int(pytest.main([*tests, *options]))
     for place in getattr(sys.modules.get("slime"), "__path__", ()):
         assert str(place).startswith(str(scratch)), f"slime was imported from {place}"
