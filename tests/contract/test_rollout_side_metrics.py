@@ -592,7 +592,7 @@ def test_a_damaged_or_missing_dump_is_named(tmp_path):
     path.write_bytes(b"".join(lines[:-1]))
     with pytest.raises(RolloutDataError, match="holds 2 samples, its head says 3"):
         read_rollout_dump(path)
-    path.write_bytes(b"".join([*lines[:-1], lines[-1][:20]]))
+    path.write_bytes(b"".join([*lines[:-2], lines[-2][:20] + b"\n", lines[-1]]))
     with pytest.raises(RolloutDataError, match="line 4: not JSON"):
         read_rollout_dump(path)
     with pytest.raises(RolloutDataError, match="no rollout dump"):

@@ -38,7 +38,7 @@ def local_batches(tmp_path, monkeypatch):
     manager = manager_of(samples, tmp_path, monkeypatch, gate_missing_log_probs="mask")
     boxes = [Box(copy.deepcopy(box.inner)) for box in manager.generate(0)]
     manager.gate.close()
-    monkeypatch.setattr("slime.ray.actors.get", lambda shard: shard)
+    monkeypatch.setattr("slime.ray.actors.get", lambda shard, **_: shard)
     batches = [
         to_train_device(process_rollout_data(None, boxes, rank, 2), "cpu") for rank in (0, 1)
     ]

@@ -119,6 +119,11 @@ def whole_batch(draw, num: int) -> RolloutBatch:
     return batch_from_lists(data)
 
 
+FEW = settings(
+    max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_the_whole_batch_comes_back_with_its_arrays_and_dtypes(tmp_path_factory, plug_in, data):
@@ -127,10 +132,12 @@ def test_the_whole_batch_comes_back_with_its_arrays_and_dtypes(tmp_path_factory,
     assert_same_batch(stored_and_read(batch, tmp_path_factory.getbasetemp()), batch)
 
 
-def test_fields_of_a_plug_in_may_have_the_names_of_columns(tmp_path, plug_in):
+@FEW
+@given(st.data())
+def test_fields_of_a_plug_in_may_have_the_names_of_columns(tmp_path, plug_in, data):
     """`position` and `raw_row` are columns of the table too; both are kept, and joins use the
     table's."""
-    batch = whole_batch(_first, 3)
+    batch = whole_batch(data.draw, 3)
     batch["position"] = [7, 8, 9]
     batch["raw_row"] = [np.arange(i, dtype=np.int32) for i in range(3)]
     path = tmp_path / "t.parquet"
@@ -143,17 +150,12 @@ def test_fields_of_a_plug_in_may_have_the_names_of_columns(tmp_path, plug_in):
     assert [list(one) for one in back["raw_row"]] == [[], [0], [0, 1]]
 
 
-def _first(strategy):
-    """The simplest value of a strategy."""
-    from hypothesis import find
-
-    return find(strategy, lambda value: True)
-
-
-def test_what_no_table_holds_is_named_in_the_table(tmp_path, plug_in):
+@FEW
+@given(st.data())
+def test_what_no_table_holds_is_named_in_the_table(tmp_path, plug_in, data):
     """An object of a plug-in becomes its description; a field without one entry per sample is left
     out with the reason."""
-    batch = whole_batch(_first, 2)
+    batch = whole_batch(data.draw, 2)
     dict.__setitem__(batch, "notes", [object(), {"kept": 1}])
     dict.__setitem__(batch, "global_batch_sizes", [2, 2, 2])
     table = columns_table(batch, [0, 1], [0, 1])
