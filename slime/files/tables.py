@@ -178,12 +178,13 @@ def read_table(
             claimed = _claimed_bytes(file.metadata)
             if claimed > limit:
                 raise _Bomb(claimed)
+            schema = file.schema_arrow
             if not repeated:
                 return file.read(columns=columns)
         with pyarrow.parquet.ParquetFile(
             path, page_checksum_verification=True, read_dictionary=repeated
         ) as file:
-            return _with_texts(file.read(columns=columns), limit)
+            return _with_texts(file.read(columns=columns), schema, limit)
     except _Bomb as bomb:
         raise RolloutDataError(
             f"{path} has {path.stat().st_size:,} bytes and would take {bomb.num_bytes:,} in memory; "
@@ -232,8 +233,10 @@ def _texts_that_may_repeat(metadata: Any, limit: int) -> list[str]:
     return sorted(found)
 
 
-def _with_texts(table: pyarrow.Table, limit: int) -> pyarrow.Table:
-    """The table with every text in its row, unless that takes more than `limit` bytes."""
+def _with_texts(table: pyarrow.Table, schema: pyarrow.Schema, limit: int) -> pyarrow.Table:
+    """The table with every text in its row, of the type that `schema`, the file's, has, unless that
+    takes more than `limit` bytes.
+    """
     import pyarrow
     import pyarrow.compute
 
@@ -247,7 +250,7 @@ def _with_texts(table: pyarrow.Table, limit: int) -> pyarrow.Table:
             total += int(np.dot(counts, lengths))
         if total > limit:
             raise _Bomb(total)
-        plain = field.with_type(field.type.value_type)
+        plain = field.with_type(schema.field(field.name).type)
         table = table.set_column(place, plain, table.column(place).cast(plain.type))
     return table
 

@@ -55,6 +55,7 @@ def parser_of_golden() -> argparse.ArgumentParser:
     check.add_argument("--rtol", type=float, help="Relative tolerance of floats.")
     check.add_argument("--atol", type=float, help="Absolute tolerance of floats.")
     check.add_argument("--timeout", type=float, default=TIMEOUT_S, help="Seconds of a training.")
+    check.add_argument("--rescore", action="store_true", help="Call custom reward functions too.")
     check.add_argument("--json", action="store_true", help="Print one JSON object.")
     update = commands.add_parser("update", help="Record the outputs anew.", allow_abbrev=False)
     update.add_argument("folder", type=Path, help="Golden run.")
@@ -120,6 +121,7 @@ def _checked(
             folder=Path(folder),
             tolerance=None if exact else Tolerance(rtol or 0.0, atol or 0.0),
             timeout_s=getattr(own, "timeout", TIMEOUT_S),
+            rescore=getattr(own, "rescore", False),
         ):
             checks.append(one)
             if not quiet:

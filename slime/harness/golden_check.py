@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.exceptions import RolloutDataError
+from slime.exceptions import ConfigError, RolloutDataError
 from slime.harness.diff.results import Difference, FieldResult, Report, RolloutResult
 from slime.harness.diff.stages import DiffStage, Text
 from slime.harness.diff.values import Tolerance
@@ -104,7 +104,7 @@ def this_machine() -> dict[str, str]:
 @dataclasses.dataclass
 class Check:
     """One stage of one rollout. `result`: how what was made again compares; `skipped`: why it was
-    not made.
+    not made, `lacks` why a part of it was not.
     """
 
     rollout_id: int
@@ -114,6 +114,10 @@ class Check:
     parts: tuple[str, ...] = ()
     skipped: str | None = None
     made: Replayed | None = None
+
+    @property
+    def lacks(self) -> str | None:
+        return None if self.made is None or self.skipped is not None else self.made.lacks
 
 
 def check_rollouts(
@@ -125,10 +129,13 @@ def check_rollouts(
     folder: Path,
     tolerance: Tolerance | None,
     timeout_s: float,
+    rescore: bool = False,
 ) -> Iterator[Check]:
     """Runs the stages again, below `folder`, and compares each. `words` are options of `slime
-    train`; `tolerance` None: exact where this machine is the one that recorded.
+    train`; `tolerance` None: exact where this machine is the one that recorded; `rescore`: call
+    reward functions of the user too. `ConfigError` for words that are no options.
     """
+    own = argparse.Namespace(rescore=rescore, timeout=timeout_s)
     notes = read_notes(recording.root)
     if tolerance is None and notes.machine and dict(notes.machine) != this_machine():
         tolerance = ELSEWHERE
@@ -145,7 +152,7 @@ def check_rollouts(
                 folder=folder,
                 tolerance=tolerance,
                 expected=expected,
-                timeout_s=timeout_s,
+                own=own,
             )
 
 
@@ -162,13 +169,11 @@ def _check(
     folder: Path,
     tolerance: Tolerance | None,
     expected: Sequence[str] | None,
-    timeout_s: float,
+    own: argparse.Namespace,
 ) -> Check:
     """One stage of one rollout. What the code under test raises is a difference, not an error."""
     started = time.monotonic()
-    own = argparse.Namespace(
-        rollout=[rollout.rollout_id], stage=[stage], rescore=False, timeout=timeout_s
-    )
+    own = argparse.Namespace(rollout=[rollout.rollout_id], stage=[stage], **vars(own))
     assert rollout.recording is not None
     name = f"rollout {rollout.rollout_id} {stage}"
     result = RolloutResult(name)
@@ -178,6 +183,8 @@ def _check(
         (made,) = replay(rollout.recording, own, words, folder)
         reason = made.failed or made.lacks
     except Exception as error:  # noqa: BLE001 - the stage is what is tested, and may raise anything
+        if words and isinstance(error, ConfigError):
+            raise  # of the options that were given
         reason = f"{type(error).__name__}: {error}"
         result.fields.append(_failure(stage, reason))
         result.context = str(error).splitlines()[-20:]
@@ -223,6 +230,9 @@ def report_of(recording: Recording, checks: Sequence[Check]) -> Report:
         f"rollout {one.rollout_id} {one.stage} is not compared: {one.skipped}"
         for one in checks
         if one.skipped is not None
+    ]
+    report.notes += [
+        f"rollout {one.rollout_id} {one.stage}: {one.lacks}" for one in checks if one.lacks
     ]
     return report
 

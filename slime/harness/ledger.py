@@ -105,8 +105,11 @@ def prove(run: Path) -> Proof:
     _check_entries(proof)
     _check_metrics(proof, run)
     _check_checkpoints(proof)
-    for folder, options in _run_folders(proof, run):
-        _check_recording(proof, folder, options)
+    runs = _run_folders(proof, run)
+    # the starts of a resumed run share them
+    for root in dict.fromkeys(options.get("record") for _, options in runs):
+        _check_recording(proof, root)
+    for folder, options in runs:
         _check_dumps(proof, folder, options)
     return proof
 
@@ -150,7 +153,9 @@ def _run_folders(proof: Proof, run: Path) -> list[tuple[Path, Mapping[str, Any]]
 def _start_folders(proof: Proof, run: Path) -> list[Path]:
     """The folder that was given, and those of the lineage's starts."""
     starts = [proof.books.starts.get(start) for start, _, _ in proof.lineage]
-    return list(dict.fromkeys([run, *(Path(one.run_dir) for one in starts if one is not None)]))
+    folders = [run, *(Path(one.run_dir) for one in starts if one is not None)]
+    # `runs/latest` is a link to one of them
+    return list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
 
 
 def _check_metrics(proof: Proof, run: Path) -> None:
@@ -270,9 +275,8 @@ def _check_position(proof: Proof, save: Path, state: SavedState) -> None:
         )
 
 
-def _check_recording(proof: Proof, folder: Path, options: Mapping[str, Any]) -> None:
+def _check_recording(proof: Proof, root: str | None) -> None:
     """The step that the recording has for each sample is the ledger's."""
-    root = options.get("record")
     if not root or not is_recording(root):
         return
     recording = Recording(root)

@@ -268,6 +268,8 @@ def _show_recording(recording: Recording, options: argparse.Namespace, stream: T
             f"{recording.root} is a recording; name a rollout in it: "
             f"{recording.root}/rollout_{(recording.rollouts or [0])[-1]:06d} {options.sample}"
         )
+    if options.json:
+        raise ConfigError("--json prints samples: name a rollout of the recording, or a dump.")
     rows, damages = overview(recording, verify=options.verify)
     print_plain(f"{len(rows) - 1} rollouts and evaluations of {recording.root}", rows, stream)
     if changes := starts(recording):

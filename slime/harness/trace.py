@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rollout", type=int, default=None, help="This rollout alone. Default: all of the run."
     )
     parser.add_argument(
-        "--all", action="store_true", help=f"Also phases below {MIN_SHARE:.1%} of the time."
+        "--all", action="store_true", help=f"Also phases below {100 * MIN_SHARE:g} %% of the time."
     )
     parser.add_argument(
         "--names", action="store_true", help="Print what each span is about, and nothing else."

@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ WEIGHTS_FOLDER, CRITIC_WEIGHTS_FOLDER = "weights", "critic_weights"
 TRASH = ".removed."  # begins the name of a rollout that is being removed
 TOKENIZER_FOLDER = "tokenizer"
 HASH_BYTES = 16
+_HASH = re.compile(r"[0-9a-f]{32}")
 _FOLDERS = {
     False: re.compile(r"rollout_([0-9]{6,12})"),
     True: re.compile(r"eval_([0-9]{6,12})"),
@@ -154,6 +155,8 @@ def read_json(path: Path, *, limit: int = _LARGEST_MANIFEST) -> dict[str, Any]:
     """
     if path.is_symlink():
         raise RolloutDataError(f"{path} is a link; a recording holds files.")
+    if os.path.lexists(path) and not path.is_file():
+        raise RolloutDataError(f"{path} is no file.")
     try:
         if path.stat().st_size > limit:
             raise RolloutDataError(f"{path} has more than {limit} bytes, so it is none of ours.")
@@ -163,6 +166,40 @@ def read_json(path: Path, *, limit: int = _LARGEST_MANIFEST) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise RolloutDataError(f"{path} holds no JSON object.")
     return content
+
+
+def _manifest_of(content: Mapping[str, Any], writer: str) -> Manifest:
+    """ValueError where a value is not of its kind."""
+    number = _value(content, "rollout_id", int)
+    run = _value(content, "run", int)
+    evaluation = _value(content, "evaluation", bool)
+    parts = {name: _part_of(name, entry) for name, entry in _value(content, "parts", dict).items()}
+    facts = _value(content, "facts", dict)
+    return Manifest(number, writer, run, evaluation, parts, dict(facts))
+
+
+def _part_of(name: str, entry: Any) -> Part:
+    if not isinstance(entry, dict) or entry.get("name") != name:
+        raise ValueError(f"the part {name!r:.40} is {entry!r:.80}")
+    num_rows = None if entry.get("num_rows") is None else _value(entry, "num_rows", int)
+    part = Part(
+        name,
+        _value(entry, "file", str),
+        _value(entry, "num_bytes", int),
+        _value(entry, "blake2b", str),
+        _value(entry, "schema", int),
+        num_rows,
+    )
+    if not _HASH.fullmatch(part.blake2b):
+        raise ValueError(f"the hash of the part {name!r} is {part.blake2b!r:.80}")
+    return part
+
+
+def _value(record: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = record.get(name)
+    if type(value) is not kind or (isinstance(value, int) and value < 0):
+        raise ValueError(f"{name} is {value!r:.80}")
+    return value
 
 
 def read_manifest(folder: Path, writer: str) -> Manifest | None:
@@ -178,18 +215,12 @@ def read_manifest(folder: Path, writer: str) -> Manifest | None:
             f"{path} is of the format {content.get('format')!r}; this version reads {FORMAT!r}."
         )
     try:
-        parts = {name: Part(**entry) for name, entry in content["parts"].items()}
-        manifest = Manifest(
-            int(content["rollout_id"]),
-            writer,
-            int(content["run"]),
-            bool(content["evaluation"]),
-            parts,
-            dict(content["facts"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        manifest = _manifest_of(content, writer)
+    except ValueError as error:
+        raise RolloutDataError(f"{path} is damaged: {error}.") from error
+    except (KeyError, TypeError, AttributeError) as error:
         raise RolloutDataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    for name, part in parts.items():
+    for name, part in manifest.parts.items():
         if name not in PARTS or part.file != PARTS[name][0]:
             raise RolloutDataError(
                 f"{path} lists the part {name!r} as {part.file!r}; known are {', '.join(PARTS)}."
@@ -207,7 +238,9 @@ def verify_part(folder: Path, part: Part, *, hashes: bool = True) -> str | None:
     Without `hashes` its content is not read.
     """
     path = folder / part.file
-    if path.is_symlink() or not path.is_file():
+    if path.is_symlink():
+        return f"{path} is a link; a recording holds files."
+    if not path.is_file():
         return f"{path} is listed and is no file."
     size = path.stat().st_size
     if size != part.num_bytes:

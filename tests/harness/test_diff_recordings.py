@@ -1,6 +1,7 @@
 """What `slime diff` takes, what it leaves out, and how it answers broken recordings."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -115,6 +116,58 @@ def test_an_evaluation_is_compared_before_the_rollout_that_follows_it(recorded_r
     assert report.rollouts[0].only_a == ["the gate part"]
     assert report.first[1].stage is DiffStage.REWARD
     assert [one.new for one in report.rollouts[2].differing] == [1]
+
+
+def test_a_recording_with_a_fifo_or_a_wrong_manifest_is_refused(recorded_run, tmp_path):
+    """A fifo was waited for without an end, and a manifest of another rollout, or with values of
+    another kind, was believed."""
+
+    def changed(change):
+        def replace(folder):
+            path = folder / "manifest.rollout.json"
+            record = json.loads(path.read_text())
+            change(record)
+            path.write_text(json.dumps(record))
+
+        return replace
+
+    def manifests(**values):
+        return changed(lambda record: record.update(values))
+
+    def part(**values):
+        return changed(lambda record: record["parts"]["samples"].update(values))
+
+    def fifo(name):
+        def replace(folder):
+            (folder / name).unlink()
+            os.mkfifo(folder / name)
+
+        return replace
+
+    cases = {
+        "samples.parquet is listed and is no file": fifo("samples.parquet"),
+        "run_0000.json is no file": fifo("../run_0000.json"),
+        "is of rollout 77": manifests(rollout_id=77),
+        "run is -1": manifests(run=-1),
+        "evaluation is 'yes'": manifests(evaluation="yes"),
+        "parts is \\[\\]": manifests(parts=[]),
+        "num_rows is 'x'": part(num_rows="x"),
+        "the hash of the part 'samples' is '5'": part(blake2b="5"),
+    }
+    for number, (words, change) in enumerate(cases.items()):
+        other = copy_of(recorded_run, tmp_path / str(number))
+        change(other / "rollout_000001")
+        with pytest.raises(RolloutDataError, match=words):
+            compare_paths(recorded_run, other)
+
+
+def test_a_part_alone_is_held_against_its_manifest(recorded_run, tmp_path):
+    """A changed digit of a metric was compared as if the run had logged it."""
+    other = copy_of(recorded_run, tmp_path / "b")
+    path = other / "rollout_000001" / "steps.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    with pytest.raises(RolloutDataError, match="steps.jsonl is damaged"):
+        compare_paths(recorded_run / "rollout_000001" / "steps.jsonl", path)
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -258,14 +311,14 @@ def hostile_name(path):
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("samples.parquet", cut, "samples.parquet is not a whole samples part"),
+        ("samples.parquet", cut, "samples.parquet has"),
         ("samples.parquet", flip, "samples.parquet"),
         ("samples.parquet", link, "is a link"),
         ("samples.parquet", Path.unlink, "samples.parquet"),
-        ("samples.parquet", other_table, "has no column 'tokens'"),
+        ("samples.parquet", other_table, "samples.parquet has"),
         ("train.parquet", other_table, "train.parquet"),
         ("schedule.parquet", other_table, "schedule.parquet has"),
-        ("columns.parquet", other_table, "has no column"),
+        ("columns.parquet", other_table, "columns.parquet has"),
         ("steps.jsonl", cut, "steps.jsonl has"),
         ("steps.jsonl", flip, "steps.jsonl is damaged"),
         ("gate.json", cut, "gate.json has"),

@@ -232,7 +232,7 @@ def test_the_critics_steps_are_compared(recorded_run, tmp_path):
         folder = manifest.rollout_folder(side, 1)
         manifest.write_manifest(folder, manifest.Manifest(1, manifest.CRITIC, 0))
         record = {"step_key": "train/step", "step": 2, "metrics": {"train/critic-loss": value}}
-        part = manifest.Part("critic_steps", "critic_steps.jsonl", 0, "", 1, 1)
+        part = manifest.Part("critic_steps", "critic_steps.jsonl", 0, "0" * 32, 1, 1)
         found = manifest.Manifest(1, manifest.CRITIC, 0, parts={"critic_steps": part})
         manifest.write_manifest(folder, found)
         text = json.dumps(record) + "\n"

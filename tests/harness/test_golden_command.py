@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import orjson
 import pytest
+from support.recordings import edit_run
 
 from slime.data import rewards
 from slime.exceptions import ConfigError, RolloutDataError
@@ -160,6 +161,25 @@ def test_code_that_fails_on_a_recorded_input_is_a_difference(one, monkeypatch, c
     out = capsys.readouterr().out
     assert "first cause: baseline" in out and "IndexError: no group 7" in out
     assert "rollout 1 schedule: equal" in out
+
+
+def test_a_mistyped_option_is_no_difference(one):
+    """It was reported as a baseline that differs, with status 1."""
+    with pytest.raises(ConfigError, match="--lrr"):
+        golden.main(["check", str(one), "--stage", "rewards", "--lrr", "3"])
+
+
+def test_what_is_not_made_again_is_noted(tmp_path, capsys):
+    """A changed reward function of the user was equal without a word; --rescore calls it."""
+    recorded = tmp_path / "rec"
+    shutil.copytree(RUN, recorded, ignore=lambda folder, names: {golden_check.NOTES} & {*names})
+    edit_run(recorded, lambda record: record["options"].update(custom_rm_path="json.dumps"))
+    command = ["check", str(recorded), "--rollout", "1", "--stage", "rewards"]
+    assert golden.main(command) == 0
+    assert "rewards: scores of a reward function of yours are made again with --rescore" in (
+        capsys.readouterr().out
+    )
+    assert golden.main([*command, "--rescore"]) == 1
 
 
 def test_an_update_records_the_outputs_and_touches_no_input(untrained, monkeypatch, capsys):

@@ -108,6 +108,13 @@ def two_processes(tmp_path_factory):
     return folder
 
 
+def test_the_help_is_printed(capsys):
+    """A percent sign in it was a format."""
+    with pytest.raises(SystemExit) as end:
+        trace.main(["--help"])
+    assert end.value.code == 0 and "0.1 % of the time" in " ".join(capsys.readouterr().out.split())
+
+
 def test_spans_of_two_processes_are_on_one_clock(two_processes):
     """What one process did while another waited for it lies inside that wait, in the order and for
     the time that it took; all but what a killed process did in its last second is there."""

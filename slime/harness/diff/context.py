@@ -48,7 +48,7 @@ def facts_of(side: Side, row: int | None, difference: Difference) -> dict[str, s
     sample = _row_of(side, "samples", row)
     at = _place_of(side, row)
     facts["sample"] = _identity(sample, at, row)
-    if at:
+    if "dp_rank" in at:  # a schedule says where
         facts["trained"] = _training(at)
     reward = sample.get("reward", at.get("raw_reward"))
     if "reward" in sample or "raw_reward" in at:
@@ -75,7 +75,7 @@ def _identity(sample: dict[str, Any], at: dict[str, Any], row: int) -> str:
 
 
 def _training(at: dict[str, Any]) -> str:
-    rank = at.get("dp_rank")
+    rank = at["dp_rank"]
     if rank is None or int(rank) < 0:
         return "on no rank"
     words = [f"data-parallel rank {rank}"]

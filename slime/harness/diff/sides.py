@@ -47,11 +47,16 @@ class Side:
         self.facts = dict(facts or {})
         self._columns: dict[str, Columns] = {}
         self._objects: dict[str, dict[str, Any]] = {}
+        self._verified: set[str] = set()  # parts
 
     @staticmethod
     def of_rollout(rollout: RecordedRollout) -> Side:
-        """The listed parts of a recorded rollout. `RolloutDataError` where one is a link."""
+        """The listed parts of a recorded rollout. `RolloutDataError` where one is no file or has
+        another size than its manifest says, and where a manifest is that of another rollout.
+        """
         recording = rollout.recording
+        if problems := rollout.problems(hashes=False):
+            raise RolloutDataError(" ".join(problems))
         facts: dict[str, Any] = {}
         for one in rollout.manifests.values():
             facts.update(one.facts)
@@ -77,6 +82,7 @@ class Side:
 
     def _open(self, name: str) -> Columns:
         path = self.files[name]
+        self.verify(name)  # before it is parsed
         if name == "samples" and not _is_table(path):
             return columns_of_samples(str(path), read_rollout_dump(path))
         if name == "train" and not _is_table(path):
@@ -92,10 +98,11 @@ class Side:
     def verify(self, name: str) -> None:
         """`RolloutDataError` where the part is not as its manifest says."""
         part = self.parts.get(name)
-        if part is not None:
+        if part is not None and name not in self._verified:
             problem = manifest.verify_part(self.files[name].parent, part)
             if problem is not None:
                 raise RolloutDataError(problem)
+            self._verified.add(name)
 
     def check_hash(self, name: str, digest: str) -> None:
         """`verify`, for who has hashed the part while reading it."""
@@ -217,5 +224,18 @@ def _kind_of_object(value: Any) -> str | None:
 
 
 def side_of_file(path: Path) -> Side:
-    """A side that has one part alone."""
-    return Side(str(path), {part_of_file(path): path})
+    """A side that has one part alone. A part that lies in its recording is held against the
+    manifest there. `RolloutDataError` where it is not as that says.
+    """
+    name = part_of_file(path)
+    side = Side(str(path), {name: path}, parts=_listed_at(path, name))
+    side.verify(name)
+    return side
+
+
+def _listed_at(path: Path, name: str) -> dict[str, Part]:
+    """The part as the manifest in its folder lists it; nothing where there is none."""
+    if name not in manifest.PARTS or path.name != manifest.PARTS[name][0]:
+        return {}
+    listed = manifest.read_manifest(path.parent, manifest.PARTS[name][1])
+    return {} if listed is None or name not in listed.parts else {name: listed.parts[name]}
