@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support import audit_files as files
+from support import recordings
 
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.harness.audit import command
@@ -24,6 +25,8 @@ from slime.harness.audit.findings import Level
 from slime.harness.audit.torch_file import read_torch_file
 
 NUM_GPUS = 0
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "run"
 
 
 def problems(result):
@@ -70,6 +73,57 @@ def test_the_rest_of_a_folder_is_audited(tmp_path):
     assert [name for name, _ in result.unreadable] == ["rollout_data/2.pt", "rollout_data/3.pt"]
     assert [name for name, _ in result.skipped] == ["rollout_data/notes.jsonl"]
     assert problems(result) == {"unreadable_file"} and result.exit_status == 1
+
+
+def link(path):
+    path.rename(path.with_name("moved"))
+    path.symlink_to("moved")
+
+
+def folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def shorter(path):
+    path.write_bytes(path.read_bytes()[:3])
+
+
+def changed_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def elsewhere(path):
+    path.write_text(path.read_text().replace("steps.jsonl", "../../../../etc/passwd"))
+
+
+@pytest.mark.parametrize("name, damage, why", [
+    ("samples.parquet", link, "is listed and is no file"),
+    ("samples.parquet", folder, "is listed and is no file"),
+    ("samples.parquet", pipe, "is listed and is no file"),
+    ("samples.parquet", Path.unlink, "is listed and is no file"),
+    ("steps.jsonl", shorter, "has 3 bytes, its manifest says"),
+    ("train.parquet", changed_bit, "is damaged: its hash is"),
+    ("manifest.train.json", shorter, "cannot be read"),
+    ("manifest.train.json", pipe, "is no regular file"),
+    ("manifest.train.json", elsewhere, "lists the part 'steps' as '../../../../etc/passwd'"),
+])  # fmt: skip
+def test_a_recorded_file_that_is_not_as_it_was_written_is_named(tmp_path, name, damage, why):
+    """Once, with the reason, and nothing of it is audited; the rest of the recording is."""
+    recording = recordings.copy_of(GOLDEN, tmp_path / "rec")
+    damage(recording / "rollout_000001" / name)
+    result = audit(recording)
+    assert [file for file, _ in result.unreadable] == [f"rollout_000001/{name}"]
+    assert result.unreadable[0][1].startswith(why)
+    assert "unreadable_file" in problems(result) and result.exit_status == 1
+    assert f"rollout_000001/{name}" not in dict(result.skipped) and result.steps >= 2
 
 
 def test_numpy_values_of_a_dump_are_read_without_numpy_unpickling(tmp_path):

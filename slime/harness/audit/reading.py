@@ -16,7 +16,7 @@ from slime.files.jsonl import read_jsonl
 from slime.harness.audit.completions import TRL
 from slime.harness.audit.dumps import OUR_ROLLOUT, OUR_TRAIN, TORCH_ROLLOUT, TORCH_TRAIN, join
 from slime.harness.audit.json_lines import MAPPED, NEMO, VERL
-from slime.harness.audit.recorded import SAMPLES, TRAIN
+from slime.harness.audit.recorded import SAMPLES, TRAIN, damaged_files
 from slime.harness.audit.shapes import (
     Part,
     ReadOptions,
@@ -125,7 +125,9 @@ def _one_file(path: Path, options: ReadOptions) -> Found:
 
 
 def _files(folder: Path, found: Found) -> Iterator[Path]:
-    """Regular files below a folder, sorted; links are noted and not followed."""
+    """Regular files below a folder, sorted; links are noted and not followed. What a recording's
+    manifests do not vouch for is noted too, and left out.
+    """
     waiting, count = [folder], 0
     while waiting:
         current = waiting.pop()
@@ -134,11 +136,16 @@ def _files(folder: Path, found: Found) -> Iterator[Path]:
         except OSError as error:
             found.cannot_read(current, f"cannot be listed: {error.strerror}")
             continue
+        damaged = damaged_files(current)
+        for file, why in damaged.items():
+            found.cannot_read(file, why)
         for entry in entries:
             count += 1
             if count > MAX_FILES:
                 raise ConfigError(f"{folder} has more than {MAX_FILES} entries. Name a part of it.")
             path = Path(entry.path)
+            if path in damaged:
+                continue
             if entry.is_symlink():
                 found.skipped.append((found.name(path), "a link, which is not followed"))
             elif entry.is_dir(follow_symlinks=False):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from slime.harness.audit.shapes import (
     ReadOptions,
     Shape,
     is_evaluation_name,
+    open_regular,
     step_in_name,
 )
 from slime.harness.audit.table import Row
 from slime.harness.audit.values import int_of
+from slime.recording import manifest
 
 _SAMPLES = ("index", "status", "tokens", "rest", "kinds")
 _PLAIN = ("index", "group_index", "rollout_id", "response_length", "finish_reason", "status")
@@ -42,6 +45,35 @@ _NUMBERS = (
     "local_raw_reward", "rewards",
 )  # fmt: skip
 _TOKENS = ("tokens", "loss_masks", "rollout_log_probs", "log_probs", "advantages")
+
+
+def damaged_files(folder: Path) -> dict[Path, str]:
+    """By file of a recorded rollout why it is not as it was written: a manifest that cannot be
+    read, and every part of another size or hash than its manifest says. None in another folder.
+    """
+    damaged: dict[Path, str] = {}
+    if manifest.rollout_of(folder) is None:
+        return damaged
+    for writer in manifest.WRITERS:
+        path = manifest.manifest_path(folder, writer)
+        if not os.path.lexists(path):
+            continue
+        try:
+            with open_regular(path):
+                pass
+            found = manifest.read_manifest(folder, writer)
+        except RolloutDataError as error:
+            damaged[path] = str(error).removeprefix(f"{path} ")
+            continue
+        for part in () if found is None else found.parts.values():
+            file = folder / part.file
+            try:
+                why = manifest.verify_part(folder, part)
+            except OSError as error:
+                why = f"cannot be read: {error.strerror}"
+            if why is not None:
+                damaged[file] = why.removeprefix(f"{file} ")
+    return damaged
 
 
 def _missing_samples(path: Path, options: ReadOptions) -> str | None:
