@@ -402,7 +402,7 @@ def open_run(args: argparse.Namespace) -> Iterator[Run]:
     `finish_run(args)` is the caller's to call.
     """
     write_resolved_config(args, f"{args.run_dir}/config.yaml")
-    begin_recording(args)
+    args = begin_recording(args)
     with live_view(args):
         tracking.init_tracking(args, primary=True)
         start_tracing(args, "driver", role="driver")

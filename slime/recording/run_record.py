@@ -43,12 +43,12 @@ TOKENIZER_FILES = (
 LARGEST_FILE = 64 << 20  # bytes of a tokenizer's file
 
 
-def begin_recording(args: argparse.Namespace) -> None:
-    """Writes the run's options into --record's folder, once per start of the run. Does nothing
-    without --record.
+def begin_recording(args: argparse.Namespace) -> argparse.Namespace:
+    """Writes the run's options into --record's folder, once per start of the run. Returns the
+    options to go on with: without --record where it could not be begun.
     """
     if args.record is None:
-        return
+        return args
     root = Path(args.record)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -62,11 +62,13 @@ def begin_recording(args: argparse.Namespace) -> None:
             _copy_tokenizer(Path(args.hf_checkpoint), root / manifest.TOKENIZER_FOLDER)
     except FAILURES as error:
         logger.warning(
-            "the recording in %s could not be begun: %s: %s. Training goes on.",
+            "the recording in %s could not be begun: %s: %s. Training goes on without it.",
             root,
             type(error).__name__,
             error,
         )
+        return argparse.Namespace(**{**vars(args), "record": None})
+    return args
 
 
 def run_record(args: argparse.Namespace) -> dict[str, Any]:
@@ -143,5 +145,13 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def options_of(record: Mapping[str, Any]) -> argparse.Namespace:
-    """The options of a run record, as the run's `args` had them."""
-    return argparse.Namespace(**decode_json(orjson.dumps(record["options"])))
+    """The options of a run record, as the run's `args` had them. `RolloutDataError` where it holds
+    none.
+    """
+    options = record.get("options")
+    if not isinstance(options, Mapping):
+        raise RolloutDataError(
+            f"The run record is damaged: its options are of the type {type(options).__name__}, "
+            "and no JSON object."
+        )
+    return argparse.Namespace(**decode_json(orjson.dumps(options)))

@@ -130,6 +130,18 @@ def test_what_breaks_costs_the_recording_and_not_the_run(
     assert not list(tmp_path.glob("rec/rollout_*/.*"))
 
 
+def test_a_recording_that_cannot_be_begun_is_one_warning(tmp_path, monkeypatch, caplog):
+    """The run goes on with options that record nothing, so no other process warns of it again."""
+    (tmp_path / "file").write_text("no folder")
+    record = str(tmp_path / "file" / "rec")
+    manager = manager_of(dirty_rollout(), tmp_path, monkeypatch, record=record)
+    args = begin_recording(manager.args)
+    manager.recorder = rollout_side.RolloutRecorder.from_args(args)
+    manager.generate(0)
+    assert args.record is None and manager.args.record == record
+    assert len([one for one in caplog.records if "recording" in one.message]) == 1
+
+
 def test_a_full_disk_keeps_the_numbers_too(expected, tmp_path, monkeypatch, caplog):
     """The limit strikes in the middle of a part."""
     manager = start(tmp_path, monkeypatch)
