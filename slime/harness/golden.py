@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime.exceptions import ConfigError
+from slime.harness.bounds import timeout_of, tolerance_of
 from slime.harness.diff.results import Report
 from slime.harness.diff.text import as_json, describe
-from slime.harness.diff.values import Tolerance
 from slime.harness.golden_check import Check, check_rollouts, default_stages, report_of
 from slime.harness.golden_cut import Cut, cut, renewed
 from slime.harness.replay.stages import STAGES
@@ -106,11 +106,7 @@ def _checked(
     quiet: bool = False,
 ) -> list[Check]:
     """Runs the stages and prints a line for each as it ends."""
-    rtol, atol = getattr(own, "rtol", None), getattr(own, "atol", None)
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is not None and not value >= 0:
-            raise ConfigError(f"--{name} {value} must not be negative.")
-    exact = rtol is None and atol is None
+    tolerance = tolerance_of(own)
     checks = []
     with tempfile.TemporaryDirectory(prefix="slime-golden-", ignore_cleanup_errors=True) as folder:
         for one in check_rollouts(
@@ -119,8 +115,8 @@ def _checked(
             stages=stages,
             words=words,
             folder=Path(folder),
-            tolerance=None if exact else Tolerance(rtol or 0.0, atol or 0.0),
-            timeout_s=getattr(own, "timeout", TIMEOUT_S),
+            tolerance=tolerance,
+            timeout_s=timeout_of(own) if "timeout" in own else TIMEOUT_S,
             rescore=getattr(own, "rescore", False),
         ):
             checks.append(one)
@@ -157,7 +153,7 @@ def _lines(report: Report) -> list[str]:
 
 def _update(own: argparse.Namespace, words: Sequence[str]) -> int:
     recording = Recording(own.folder)
-    with renewed(recording, timeout_s=own.timeout) as (stages, replace):
+    with renewed(recording, timeout_s=timeout_of(own)) as (stages, replace):
         status = _report(recording, _checked(recording, stages, own, words), as_text=True)
         if status == 0:
             print(f"{own.folder} is up to date.")

@@ -133,10 +133,13 @@ def check_rollouts(
 ) -> Iterator[Check]:
     """Runs the stages again, below `folder`, and compares each. `words` are options of `slime
     train`; `tolerance` None: exact where this machine is the one that recorded; `rescore`: call
-    reward functions of the user too. `ConfigError` for words that are no options.
+    reward functions of the user too. `ConfigError` for words that are no options,
+    `RolloutDataError` where the recording is not as it was written: no difference of the code.
     """
     own = argparse.Namespace(rescore=rescore, timeout=timeout_s)
     notes = read_notes(recording.root)
+    rollouts = list(dict.fromkeys(rollouts))
+    _refuse_damage([recording.rollout(rollout_id) for rollout_id in rollouts])
     if tolerance is None and notes.machine and dict(notes.machine) != this_machine():
         tolerance = ELSEWHERE
     for stage in stages:
@@ -154,6 +157,15 @@ def check_rollouts(
                 expected=expected,
                 own=own,
             )
+
+
+def _refuse_damage(rollouts: Sequence[RecordedRollout]) -> None:
+    problems = []
+    for one in rollouts:
+        problems += one.problems()
+        one.options()  # raises where the run record holds none
+    if problems:
+        raise RolloutDataError("\n".join(problems))
 
 
 def _empty(rollout_id: int, stage: str, reason: str) -> Check:

@@ -106,8 +106,8 @@ def test_reports_that_cannot_be_written_and_wrong_options_are_errors(
     assert cli.main([*words, "--junit", str(tmp_path / "file" / "x.xml")]) == 2
     assert "x.xml cannot be written" in capsys.readouterr().err
     for wrong, message in (
-        (["--rtol", "-1"], "--rtol -1.0 must not be negative"),
-        (["--atol", "nan"], "--atol nan must not be negative"),
+        (["--rtol", "-1"], "--rtol -1.0 must be a finite number of at least 0"),
+        (["--atol", "nan"], "--atol nan must be a finite number of at least 0"),
         (["--top", "0"], "--top 0 must be at least 1"),
         (["--rollout", "1", "--to", "2"], "leave out --from and --to"),
     ):

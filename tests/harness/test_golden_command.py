@@ -14,6 +14,7 @@ import orjson
 import pytest
 from support.recordings import edit_run
 
+from slime import cli
 from slime.data import rewards
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.harness import golden, golden_check
@@ -253,6 +254,15 @@ def test_what_cannot_be_is_said(untrained, tmp_path, monkeypatch):
     with pytest.raises(RolloutDataError, match="slime-golden-9"):
         golden.main(["check", str(one)])
     assert not list(tmp_path.glob(".*"))  # nothing half-made stays
+
+
+def test_damage_of_the_recording_is_no_difference_of_the_code(one, capsys):
+    """Status 2 and the file, where a digit of a recorded metric was changed."""
+    path = one / "rollout_000001" / "steps.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    assert cli.main(["golden", "check", str(one)]) == 2
+    printed = capsys.readouterr()
+    assert "steps.jsonl is damaged" in printed.err and "DIFFERENT" not in printed.out
 
 
 def damaged_schedule(folder):

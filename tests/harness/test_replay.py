@@ -16,9 +16,11 @@ from support import recordings, small_run
 from support.manager import dirty_rollout, manager_of
 from support.rollout_args import rollout_args
 
+from slime import cli
 from slime.config.cli import parse_command_line
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
+from slime.harness import golden
 from slime.harness.replay import command, stages
 from slime.harness.replay.options import recorded_config
 from slime.recording.manifest import PARTS
@@ -28,6 +30,7 @@ from slime.recording.run_record import begin_recording
 NUM_GPUS = 0
 
 ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "run"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -241,6 +244,44 @@ def test_a_training_that_makes_less_than_was_recorded_is_not_equal(recorded, mon
     status, text = differing(recorded, capsys, "--rollout", "1", "--stage", "train")
     assert status == 2 and "could not be replayed: the training made no weights" in text
     assert "rollout 1 train: identical" in text
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--rtol", "nan"], "--rtol nan must be a finite number of at least 0"),
+    (["--rtol", "inf"], "--rtol inf must be"),
+    (["--atol", "-1"], "--atol -1.0 must be"),
+    (["--timeout", "-4"], "--timeout -4.0 must be a finite number above 0"),
+    (["--timeout", "nan"], "--timeout nan must be"),
+])  # fmt: skip
+def test_bounds_that_are_none_are_refused(words, said):
+    """By `slime replay` and `slime golden check` alike."""
+    with pytest.raises(ConfigError, match=said):
+        command.main([str(GOLDEN), *words])
+    with pytest.raises(ConfigError, match=said):
+        golden.main(["check", str(GOLDEN), *words])
+
+
+def test_a_rollout_that_is_named_twice_is_replayed_once(capsys):
+    """The same for a stage."""
+    words = ["--rollout", "1", "--stage", "schedule"] * 2
+    assert command.main([str(GOLDEN), *words]) == 0
+    assert capsys.readouterr().out.count("rollout 1 schedule:") == 1
+    assert golden.main(["check", str(GOLDEN), *words]) == 0
+    assert capsys.readouterr().out.count("rollout 1 schedule:") == 1
+
+
+@pytest.mark.parametrize("record, said", [
+    ({"format": "slime-recording-1", "options": 5}, "its options are of the type int"),
+    ({"format": "slime-recording-1"}, "its options are of the type NoneType"),
+    ([], "run_0000.json holds no JSON object"),
+])  # fmt: skip
+def test_a_run_record_without_options_is_a_sentence(record, said, tmp_path, capsys):
+    """Status 2, for a golden run too: it is no difference of the code."""
+    copy = recordings.copy_of(GOLDEN, tmp_path / "rec")
+    (copy / "run_0000.json").write_text(json.dumps(record))
+    for words in (["replay", str(copy), "--stage", "gate"], ["golden", "check", str(copy)]):
+        assert cli.main(words) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_key_that_was_not_recorded_is_not_needed(recorded, tmp_path):

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from slime.exceptions import ConfigError
 from slime.files import atomic
+from slime.harness.bounds import tolerance_of
 from slime.harness.diff import pages
 from slime.harness.diff.inputs import Choice, compare_paths
 from slime.harness.diff.text import as_json, describe
-from slime.harness.diff.values import Tolerance
 
 
 def parser_of_diff() -> argparse.ArgumentParser:
@@ -61,10 +61,7 @@ def parser_of_diff() -> argparse.ArgumentParser:
 
 def choice_of(options: argparse.Namespace) -> Choice:
     """What the options choose. `ConfigError` for bounds and tolerances that cannot be."""
-    for name in ("rtol", "atol"):
-        value = getattr(options, name)
-        if value is not None and not value >= 0:
-            raise ConfigError(f"--{name} {value} must not be negative.")
+    tolerance = tolerance_of(options)
     first, last = options.first, options.last
     if options.rollout is not None:
         if first is not None or last is not None:
@@ -74,9 +71,6 @@ def choice_of(options: argparse.Namespace) -> Choice:
         raise ConfigError(f"--from {first} is behind --to {last}.")
     if options.top < 1:
         raise ConfigError(f"--top {options.top} must be at least 1.")
-    tolerance = None
-    if options.rtol is not None or options.atol is not None:
-        tolerance = Tolerance(options.rtol or 0.0, options.atol or 0.0)
     allowed = tuple(word for word in options.allow_options.replace(" ", "").split(",") if word)
     return Choice(first, last, tolerance, allowed)
 

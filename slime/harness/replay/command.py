@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.exceptions import ConfigError, RolloutDataError, SlimeError
+from slime.harness.bounds import timeout_of, tolerance_of
 from slime.harness.diff.context import context_of
 from slime.harness.diff.results import Report, RolloutResult
 from slime.harness.diff.rollouts import Settings, compare_sides
@@ -76,9 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--atol", type=float, default=None, help="Absolute tolerance of floats.")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="Seconds of a training.")
     own, words = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
-    tolerance = None
-    if own.rtol is not None or own.atol is not None:
-        tolerance = Tolerance(own.rtol or 0.0, own.atol or 0.0)
+    tolerance, own.timeout = tolerance_of(own), timeout_of(own)
     recording = Recording(own.recording)
     with output_folder(own.out, recording) as folder:
         found = [report(done, tolerance) for done in replay(recording, own, words, folder)]
@@ -121,10 +120,10 @@ def replay(
     recording: Recording, own: argparse.Namespace, words: Sequence[str], folder: Path
 ) -> Iterator[Replayed]:
     """Runs what was asked for, one stage of one rollout after the other."""
-    rollouts = own.rollout or recording.rollouts
+    rollouts = list(dict.fromkeys(own.rollout or recording.rollouts))
     if not rollouts:
         raise RolloutDataError(f"{recording.root} has no rollout.")
-    stages = own.stage or STAGES
+    stages = list(dict.fromkeys(own.stage or STAGES))
     given_options(words)  # what is wrong in them is wrong for every rollout
     for rollout_id in rollouts:
         rollout = recording.rollout(rollout_id)
