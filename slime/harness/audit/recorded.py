@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from slime.harness.audit.shapes import (
     ReadOptions,
     Shape,
     is_evaluation_name,
-    open_regular,
     step_in_name,
 )
 from slime.harness.audit.table import Row
@@ -56,11 +54,7 @@ def damaged_files(folder: Path) -> dict[Path, str]:
         return damaged
     for writer in manifest.WRITERS:
         path = manifest.manifest_path(folder, writer)
-        if not os.path.lexists(path):
-            continue
         try:
-            with open_regular(path):
-                pass
             found = manifest.read_manifest(folder, writer)
         except RolloutDataError as error:
             damaged[path] = str(error).removeprefix(f"{path} ")
