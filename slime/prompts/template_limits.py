@@ -66,11 +66,17 @@ class _Watch:
             raise TimeoutError from None
 
     def _leave(self, thread: int) -> None:
-        with self._changed:
-            self._deadlines.pop(thread, None)
-            if thread in self._interrupted:
-                self._interrupted.discard(thread)
-                _raise_in(thread, None)  # where it has not been raised yet, it is taken back
+        while True:
+            try:
+                with self._changed:
+                    was_interrupted = thread in self._interrupted
+                    self._interrupted.discard(thread)
+                    self._deadlines.pop(thread, None)
+                break
+            except _Interrupt:  # just now: leave all the same
+                continue
+        if was_interrupted:
+            _absorb(thread)
 
     def _serve(self) -> None:
         with self._changed:
@@ -88,10 +94,21 @@ class _Watch:
                 self._changed.wait(min(waiting, default=None))
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
-    )
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+def _absorb(thread: int) -> None:
+    """Takes an interruption of this thread that may not have been raised yet. One that is withdrawn
+    instead leaves the interpreter's mark of it set for ever, and Python 3.11 then loops in the next
+    call that is traced or profiled.
+    """
+    try:
+        _raise_in(thread, _Interrupt)
+        while True:
+            pass
+    except _Interrupt:
+        pass
 
 
 _watch = _Watch()
