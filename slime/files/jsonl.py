@@ -76,7 +76,7 @@ class JsonlWriter:
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-            self._torn = _ends_torn(self._descriptor)
+            self._torn = ends_torn(self._descriptor)
         lines = b"\n" * self._torn + b"".join(map(_checked, map(encode, records)))
         written = os.write(self._descriptor, lines)
         self._torn = written < len(lines)
@@ -104,7 +104,7 @@ def _is_changed(line: bytes) -> bool:
     return found is not None and zlib.crc32(line[: found.start()]) != int(found[1])
 
 
-def _ends_torn(descriptor: int) -> bool:
+def ends_torn(descriptor: int) -> bool:
     """Whether the file ends within a line, which a process that was killed has left."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

@@ -29,6 +29,7 @@ from slime.data.run_ledger import (
 )
 from slime.exceptions import ConfigError
 from slime.files import atomic, exact_json
+from slime.files.jsonl import ends_torn
 from slime.files.sealed import seal, unseal
 
 FILE_NAME = "ledger.jsonl"
@@ -287,9 +288,7 @@ class LedgerWriter:
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size = os.fstat(self._descriptor).st_size
-        is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
-        content = b"\n" * is_torn + b"".join(self._pending)
+        content = b"\n" * ends_torn(self._descriptor) + b"".join(self._pending)
         written = os.write(self._descriptor, content)
         if written < len(content):
             raise OSError(
