@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support import small_run  # noqa: E402
 
 from slime.supervision import records  # noqa: E402
 from slime.supervision.heart import ROLLOUT_MANAGER  # noqa: E402
@@ -43,7 +45,6 @@ KINDS = (
     "grader",
 )
 REPLACED = ("grader",)  # the run goes on without it
-RUN_VARIABLE = "SLIME_LOST_RUN"
 OPTIONS = (
     "--input-key prompt --label-key label --apply-chat-template "
     "--custom-rm-path tools.lose_processes.graded --rollout-batch-size 8 --n-samples-per-prompt 4 "
@@ -72,24 +73,8 @@ class WatchedRun:
         self.folder = folder
         words = ["--prompt-data", data / "train.jsonl", "--hf-checkpoint", data / "model"]
         words += ["--run-dir", folder]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "HF_HUB_OFFLINE": "1",
-            "SLIME_ACCELERATOR": "cpu",
-            "PYTHONPATH": str(ROOT),
-            RUN_VARIABLE: str(folder),
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "slime.train", *map(str, words), *OPTIONS, *options],
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "slime.train", *map(str, words), *OPTIONS, *options]
+        self.process = small_run.launch(command, folder)
         self.lines: list[tuple[float, str]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -157,7 +142,7 @@ class WatchedRun:
         return found
 
     def _left(self) -> list[str]:
-        mark = f"{RUN_VARIABLE}={self.folder}".encode()
+        mark = f"{small_run.RUN_VARIABLE}={self.folder}".encode()
         found = [] if self.cluster_folder is None else [str(self.cluster_folder)]
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
