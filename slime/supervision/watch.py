@@ -38,8 +38,9 @@ CONTROL_STORE = "Ray's control store, gcs_server,"
 NODE_MANAGER = "Ray's node manager, raylet,"
 NODE_AGENT = "an agent of Ray's node manager"
 CLUSTER = (CONTROL_STORE, NODE_MANAGER, NODE_AGENT)
-# Of processes that have ended together, the first of these took the others with it.
-CAUSES_FIRST = (CONTROL_STORE, NODE_AGENT, NODE_MANAGER, ROLLOUT_MANAGER)
+# Of processes that have ended together, one of the lowest rank took the others with it. A node
+# manager and its agents end with each other: of them it is the one that was heard of first.
+CAUSES = {CONTROL_STORE: 0, NODE_MANAGER: 1, NODE_AGENT: 1, ROLLOUT_MANAGER: 2}
 
 POLL_S = 0.25
 LOOK_S = 0.5
@@ -158,7 +159,7 @@ class Watch:
             deadline = time.monotonic() + TOGETHER_S
             while (left := deadline - time.monotonic()) > 0:
                 ended += self._ended(left)
-            ended.sort(key=lambda one: _place_of(one.record.role))
+            ended.sort(key=lambda one: CAUSES.get(one.record.role, len(CAUSES)))
             for one in ended:
                 self._lose(Loss(one.record.role, one.record.pid, one.phase))
         now = _now() - self._own_s
@@ -195,8 +196,8 @@ class Watch:
             watched.close()
 
     def _ended(self, wait_s: float) -> list[_Watched]:
-        """Those that have ended and were not to; waits at most this long for the first. They are
-        watched no longer.
+        """Those that have ended and were not to, by name; waits at most this long for the first.
+        They are watched no longer.
         """
         ready = {fd for fd, _ in self._poller.poll(wait_s * 1000)}
         ended = []
@@ -210,7 +211,7 @@ class Watch:
                 ended.append(watched)
                 record.sign_off()
             self._take_out([watched])
-        return ended
+        return sorted(ended, key=lambda one: one.record.role)
 
     def _look(self, watched: _Watched, now: float) -> None:
         record = watched.record
@@ -259,7 +260,3 @@ class Watch:
             except Exception:
                 logger.exception("%s could not be replaced", loss.role)
         self._on_loss(loss)
-
-
-def _place_of(role: str) -> int:
-    return CAUSES_FIRST.index(role) if role in CAUSES_FIRST else len(CAUSES_FIRST)

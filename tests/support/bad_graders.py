@@ -108,9 +108,9 @@ def forger(response, label):
 
 
 def stray(response, label):
-    """Writes to every descriptor without an end."""
+    """Writes to every descriptor without an end, whatever numbers its process was given."""
     while True:
-        for fd in range(64):
+        for fd in map(int, os.listdir("/proc/self/fd")):
             try:
                 os.write(fd, b"y" * 60_000)
             except OSError:
