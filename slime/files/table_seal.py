@@ -30,23 +30,23 @@ def seal(path: str | os.PathLike) -> None:
         file.write(_MARK + digest + footer)
 
 
-def is_changed(path: Path) -> bool:
-    """Whether the file has a seal that is not its own. False for one without a seal, which another
-    program or an earlier version wrote.
+def is_unchanged(path: Path) -> bool | None:
+    """Whether the file's seal is its own. None for one without a seal, which another program or an
+    earlier version wrote.
     """
     with open(path, "rb") as file:
         try:
             start = _footer_start(file)
         except ValueError:
-            return False  # its reader says what is wrong
+            return None  # its reader says what is wrong
         if start < _SEAL_BYTES:
-            return False
+            return None
         file.seek(start - _SEAL_BYTES)
         found = file.read(_SEAL_BYTES)
         footer = file.read()
         if not found.startswith(_MARK):
-            return False
-        return found != _MARK + _hash_of(file, start - _SEAL_BYTES, footer)
+            return None
+        return found == _MARK + _hash_of(file, start - _SEAL_BYTES, footer)
 
 
 def _footer_start(file: BinaryIO) -> int:

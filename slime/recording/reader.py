@@ -180,7 +180,8 @@ class RecordedRollout:
 
     def table(self, name: str) -> pyarrow.Table:
         """The table of a part. `RolloutDataError` where it is not as it was written."""
-        return tables.read_table(self._unchanged(name), what=f"{name} part of a recording")
+        path = self._unchanged(name)
+        return tables.read_table(path, what=f"{name} part of a recording", is_verified=True)
 
     def json(self, name: str) -> dict[str, Any]:
         """The JSON object of a part. `RolloutDataError` where it is not as it was written."""

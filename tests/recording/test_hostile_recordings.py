@@ -206,6 +206,30 @@ def test_a_damaged_table_is_named(recording, damage):
         rollout.judged_samples()
 
 
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_a_flipped_bit_in_a_large_table_is_found(tmp_path, monkeypatch, is_sealed):
+    """By the file's own hash, which is computed once for all columns, or by a page's checksum."""
+    monkeypatch.setattr(tables, "SMALL_FILE", 0)
+    hashed = []
+    real = tables.table_seal.is_unchanged
+    monkeypatch.setattr(
+        tables.table_seal, "is_unchanged", lambda path: (hashed.append(path), real(path))[1]
+    )
+    path = tmp_path / "table.parquet"
+    numbers = pyarrow.array(np.arange(1000.0))
+    write = tables.write_table if is_sealed else tables.write_table_to
+    write(path, pyarrow.table({"a": numbers, "b": numbers}))
+    file = tables.TableFile(path)
+    assert file.column("a").to_pylist() == numbers.to_pylist()
+    assert file.column("b").to_pylist() == numbers.to_pylist()
+    assert not is_sealed or len(hashed) == 1
+    data = bytearray(path.read_bytes())
+    data[200] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(RolloutDataError, match=r"table\.parquet"):
+        tables.TableFile(path).column("a")
+
+
 def test_a_table_with_other_columns_or_types_is_a_sentence(recording):
     """Numbers where texts belong, and texts that are no JSON."""
     path = folder_of(recording) / "samples.parquet"

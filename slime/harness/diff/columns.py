@@ -68,6 +68,10 @@ class Column:
             raise RolloutDataError(f"row {row} holds no JSON value: {text[:80]!r}") from error
 
 
+# what samples are matched by and shown with; every other column is read once, and let go
+_ASKED_AGAIN = frozenset({"tokens", "response"})
+
+
 class Columns:
     """N samples, by column. `names` are in the order of the file."""
 
@@ -85,6 +89,7 @@ class Columns:
         self.header = dict(header or {})  # of a train dump
         self.is_large = is_large  # a column takes long to read
         self._read = read
+        self._kept: dict[str, Column] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -99,12 +104,16 @@ class Columns:
     def column(self, name: str) -> Column:
         """A column. `RolloutDataError` naming the file where there is none, or it is damaged."""
         self.require(name)
+        if name in self._kept:
+            return self._kept[name]
         column = self._read(name)
         num_rows = len(column.offsets) - 1 if column.offsets is not None else len(column.values)
         if num_rows != self.num_rows:
             raise RolloutDataError(
                 f"{self.where}: the column {name!r} has {num_rows} rows of {self.num_rows}."
             )
+        if name in _ASKED_AGAIN:
+            self._kept[name] = column
         return column
 
     def numbers(self, name: str) -> np.ndarray | None:
@@ -135,9 +144,9 @@ def both(function: Callable[[Given], Made], one: Given, other: Given) -> tuple[M
         return first, next(iter(second))
 
 
-def columns_of_file(path: Path, what: str) -> Columns:
-    """The columns of a Parquet file."""
-    file = tables.TableFile(path, what=what)
+def columns_of_file(path: Path, what: str, *, is_verified: bool = False) -> Columns:
+    """The columns of a Parquet file. `is_verified`: its hash is the one in its manifest."""
+    file = tables.TableFile(path, what=what, is_verified=is_verified)
     header = {}
     try:
         declare_recorded(file.metadata)

@@ -87,7 +87,9 @@ class Side:
             return columns_of_samples(str(path), read_rollout_dump(path))
         if name == "train" and not _is_table(path):
             return columns_of_train_dump(read_train_dump(path))
-        found = columns_of_file(path, f"{name} part of a recording")
+        found = columns_of_file(
+            path, f"{name} part of a recording", is_verified=name in self._verified
+        )
         needed = {"samples": "tokens", "schedule": "dp_rank", "columns": "raw_row"}.get(name)
         if needed is not None:
             found.require(needed)
