@@ -2,8 +2,10 @@
 anywhere find support/ and slime.
 """
 
+import fcntl
 import inspect
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -62,6 +64,24 @@ def no_process_group_stays():
         assert not foreign, (
             f"this module leaves stand-ins in megatron.core.parallel_state: {foreign}"
         )
+
+
+@pytest.fixture(scope="session")
+def recorded_run(tmp_path_factory):
+    """The recording of `record_small_run`, made once for all workers: a real run takes seconds.
+    Copy what is changed."""
+    from support.recordings import record_small_run
+
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "recorded"
+    with open(f"{root}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "complete").exists():
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir()
+            record_small_run(root)
+            (root / "complete").touch()
+    return root / "recording"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -44,15 +45,19 @@ class PendingFile:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Removes the temporary files of `path` whose processes have ended. A file has one writer at a
-    time, so that those of another machine have ended too.
+    """Removes the temporary files, or folders, of `path` whose processes have ended. A file has one
+    writer at a time, so that those of another machine have ended too.
     """
     prefix = f".{path.name}."
     with contextlib.suppress(OSError):  # the write that follows meets the disk's error itself
         for name in os.listdir(path.parent):
             owner = name.removeprefix(prefix)
             if owner != name and owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
-                path.with_name(name).unlink()
+                left = path.with_name(name)
+                if left.is_dir() and not left.is_symlink():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
 
 
 @contextlib.contextmanager
@@ -66,6 +71,28 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
         pending.commit()
     finally:
         pending.abandon()
+
+
+@contextlib.contextmanager
+def new_folder(path: str | os.PathLike) -> Iterator[Path]:
+    """Yields an empty folder beside `path`, which gets that name at the end of the block; an error
+    in the block leaves none. Removes what processes that were killed have left of the same folder.
+    `FileExistsError` where `path` exists.
+    """
+    path = Path(path)
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that had this one's number
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.rename(path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_bytes(

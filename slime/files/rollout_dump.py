@@ -22,6 +22,7 @@ from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files import atomic, exact_json, tables
 from slime.files.json_values import decode_values, encode_json
+from slime.files.pickles import pickle_problem
 from slime.files.sample_table import sample_table, samples_of
 from slime.files.sealed_lines import SealHash, sealed
 
@@ -141,6 +142,8 @@ def read_rollout_dump(path: str | os.PathLike) -> list[Sample]:
     try:
         if tables.is_table(path):
             return _read_table(path)
+        if problem := pickle_problem(path):
+            raise RolloutDataError(problem)
         with open(path, "rb") as file:
             return _read_lines(path, file)
     except FileNotFoundError:

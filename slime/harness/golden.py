@@ -15,8 +15,10 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from slime.exceptions import ConfigError
 from slime.harness.bounds import timeout_of, tolerance_of
@@ -27,6 +29,20 @@ from slime.harness.golden_cut import Cut, cut, renewed
 from slime.harness.replay.stages import STAGES
 from slime.harness.replay.training import TIMEOUT_S, TRAIN_STAGE
 from slime.recording.reader import Recording
+
+INTERVAL_S = 2.0  # between two lines that tell what is done
+
+
+class Progress:
+    """Prints what a long command does, at most a line in `INTERVAL_S`, the first after that."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._next = stream, time.monotonic() + INTERVAL_S
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() >= self._next:
+            print(f"slime golden: {text}", file=self._stream, flush=True)
+            self._next = time.monotonic() + INTERVAL_S
 
 
 def parser_of_golden() -> argparse.ArgumentParser:
@@ -75,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _new(own: argparse.Namespace, words: Sequence[str]) -> int:
     choice = Cut(rollouts=_numbers(own.rollouts), samples=own.samples, strip_texts=own.strip_texts)
-    golden = cut(own.recording, own.out, choice)
+    golden = cut(own.recording, own.out, choice, say=Progress(sys.stderr))
     size = sum(path.stat().st_size for path in own.out.rglob("*") if path.is_file())
     rollouts = ", ".join(map(str, golden.rollouts))
     print(f"{own.out}: rollouts {rollouts}, {size / 2**20:.2f} MiB")

@@ -58,6 +58,7 @@ _KEPT_TEXTS = frozenset(
     "rm_type source_name invalid_reason status finish_reason weight_versions weight_version_spans "
     "custom_rm_path generate_function_path".split()
 )
+# options under which the gate and the scorers read no text
 WITHOUT_TEXTS = {"gate_compare_text": "off", "gate_text_source": "engine", "rm_type": None}
 TEXTS_ARE_GONE = "it reads texts, which --strip-texts removed"
 
@@ -73,9 +74,15 @@ class Cut:
     strip_texts: bool = False
 
 
-def cut(source: str | Path, out: Path, choice: Cut = Cut()) -> Recording:
+def _silent(text: str) -> None:
+    """Tells nobody."""
+
+
+def cut(
+    source: str | Path, out: Path, choice: Cut = Cut(), *, say: Callable[[str], None] = _silent
+) -> Recording:
     """Writes a golden run into the new folder `out` and returns it. ConfigError where the folder
-    exists, or a rollout has no group that is small enough.
+    exists, or a rollout has no group that is small enough. `say`: told what is done next.
     """
     recording = Recording(source)
     chosen = list(choice.rollouts or recording.rollouts)
@@ -86,34 +93,33 @@ def cut(source: str | Path, out: Path, choice: Cut = Cut()) -> Recording:
     if not chosen:
         raise RolloutDataError(f"{recording.root} has no rollout.")
     rollouts = [recording.rollout(rollout_id) for rollout_id in chosen]
-    problems = [problem for one in rollouts for problem in one.problems()]
+    problems = []
+    for one in rollouts:
+        say(f"verifying rollout {one.rollout_id}")
+        problems += one.problems()
     if problems:
         raise RolloutDataError("\n".join(problems))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+    with atomic.new_folder(out) as building:
         for number in sorted({one.run for one in rollouts}):
-            record = cleaned_record(recording.run_record(number))
-            if choice.strip_texts:
-                record = _reading_no_texts(record)
+            changes = WITHOUT_TEXTS if choice.strip_texts else {}
+            record = cleaned_record(
+                recording.run_record(number), recording.recorded_yaml(number), changes
+            )
             text = orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
             atomic.write_bytes(manifest.run_path(building, number), text)
         _copy_tokenizer(recording, building)
         for one in rollouts:
+            say(f"cutting rollout {one.rollout_id}")
             with tempfile.TemporaryDirectory(prefix="slime-golden-") as scratch:
                 _write_rollout(one, building, _changed_files(one, choice, Path(scratch)), choice)
         _copy_reference(recording, rollouts, building)
         if choice.samples is not None:
             _forget_untrained(Recording(building))
-            remake(Recording(building), timeout_s=TIMEOUT_S)
+            remake(Recording(building), timeout_s=TIMEOUT_S, say=say)
         elif choice.strip_texts:
-            remake(Recording(building), timeout_s=TIMEOUT_S, stages=_stages_of_texts(building))
-        _write_notes(building, strip_texts=choice.strip_texts)
-        building.chmod(0o755)
-        building.rename(out)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
+            stages = _stages_of_texts(building)
+            remake(Recording(building), timeout_s=TIMEOUT_S, stages=stages, say=say)
+        _write_notes(building, strip_texts=choice.strip_texts, say=say)
     return Recording(out)
 
 
@@ -138,7 +144,7 @@ def _stages_of_texts(root: Path) -> list[str]:
     return ["gate", "metrics"] if differing <= {"detail", "changes"} else ["metrics"]
 
 
-def _write_notes(root: Path, *, strip_texts: bool) -> None:
+def _write_notes(root: Path, *, strip_texts: bool, say: Callable[[str], None] = _silent) -> None:
     """Runs every stage once, to note what a check must find again."""
     recording = Recording(root)
     parts: dict[int, dict[str, list[str]]] = {}
@@ -153,6 +159,7 @@ def _write_notes(root: Path, *, strip_texts: bool) -> None:
             tolerance=None,
             timeout_s=TIMEOUT_S,
         ):
+            say(f"checked the stage {one.stage} of rollout {one.rollout_id}")
             parts.setdefault(one.rollout_id, {})[one.stage] = list(one.parts)
             if strip_texts and not one.result.identical:
                 left_out[one.stage] = TEXTS_ARE_GONE
@@ -356,7 +363,13 @@ def renewed(
     yield stages, replace
 
 
-def remake(recording: Recording, *, timeout_s: float, stages: Sequence[str] = ORDER) -> None:
+def remake(
+    recording: Recording,
+    *,
+    timeout_s: float,
+    stages: Sequence[str] = ORDER,
+    say: Callable[[str], None] = _silent,
+) -> None:
     """Runs the stages on what the stage before it made, and puts what they make into the
     recording.
     """
@@ -369,6 +382,7 @@ def remake(recording: Recording, *, timeout_s: float, stages: Sequence[str] = OR
             weights = rollout.folder / WEIGHTS_FOLDER
             if stage == TRAIN_STAGE and not has_megatron_checkpoint(str(weights)):
                 continue
+            say(f"making the stage {stage} of rollout {rollout_id} again")
             with tempfile.TemporaryDirectory(prefix="slime-golden-") as folder:
                 (one,) = check_rollouts(
                     recording,
@@ -425,8 +439,12 @@ def _drop_unknown(rollout: RecordedRollout) -> None:
 # --- what must not leave the machine --------------------------------------------------------------
 
 
-def cleaned_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A run record without secrets, hosts, paths of the machine, and the command line."""
+def cleaned_record(
+    record: Mapping[str, Any], content: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A run record, whose `options_yaml` holds `content`, without secrets, hosts, paths of the
+    machine, and the command line. `changes`: options that it gets.
+    """
     specs = {spec.name: spec for spec in all_specs()}
 
     def cleaned(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -439,26 +457,12 @@ def cleaned_record(record: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = (spec and spec.default) if is_host else _cleaned(name, value)
         return found
 
-    try:
-        content = yaml.safe_load(record["options_yaml"])
-    except (KeyError, yaml.YAMLError) as error:
-        raise RolloutDataError(f"The recorded options are damaged: {error}") from error
     return {
         **record,
         "time": 0,
         "command": [],
-        "options": cleaned(record["options"]),
-        "options_yaml": yaml.safe_dump(cleaned(content), sort_keys=False),
-    }
-
-
-def _reading_no_texts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with options under which the gate and the scorers read no text."""
-    shown = yaml.safe_load(record["options_yaml"])
-    return {
-        **record,
-        "options": {**record["options"], **WITHOUT_TEXTS},
-        "options_yaml": yaml.safe_dump({**shown, **WITHOUT_TEXTS}, sort_keys=False),
+        "options": {**cleaned(record["options"]), **changes},
+        "options_yaml": yaml.safe_dump({**cleaned(content), **changes}, sort_keys=False),
     }
 
 

@@ -3,8 +3,8 @@ what the trainer computed for it.
 
     slime show RECORDING                               its rollouts: parts, sizes, completeness
     slime show RECORDING --verify                      also reads every part; status 1 for damage
-    slime show RECORDING/rollout_000007                one line per sample
-    slime show RECORDING/rollout_000007 12             prompt, response, label, reward, group,
+    slime show RECORDING/rollout_000000                one line per sample, with its number
+    slime show RECORDING/rollout_000000 12             prompt, response, label, reward, group,
                                                        verdict; then a line per response token
     slime show runs/latest/dumps/rollout_data/7.parquet 12      the same of a dump
 
@@ -330,12 +330,16 @@ def show(options: argparse.Namespace, stream: TextIO) -> None:
     path: Path = options.dump
     if path.is_dir():
         dumps = sorted([*path.rglob("rollout_data/*.parquet"), *path.rglob("*.jsonl")])
-        hint = (
-            f" For instance {dumps[0]}."
-            if dumps
-            else " It holds no recording and no dump: --record and --dump-details make them."
+        if dumps:
+            raise ConfigError(
+                f"{path} is a folder; name one rollout dump. For instance {dumps[0]}."
+            )
+        raise ConfigError(
+            f"{path} is no recording and holds no dump. A recording (slime train --record FOLDER) "
+            "is a folder with run_0000.json, tokenizer/ and a rollout_000000/ per rollout, each "
+            "with manifest.rollout.json and parts as samples.parquet. Dumps (--dump-details FOLDER) "
+            "are FOLDER/rollout_data/0.parquet."
         )
-        raise ConfigError(f"{path} is a folder; name one rollout dump.{hint}")
     samples = read_rollout_dump(path)
     if options.sample is None and not options.json:
         print_plain(f"{len(samples)} samples of {path}", list_rows(samples), stream)

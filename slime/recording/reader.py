@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 
 from slime.data.batch import RolloutBatch
 from slime.data.reasons import REASON_OF_VALUE
@@ -261,6 +262,13 @@ class Recording:
     def __init__(self, root: str | os.PathLike) -> None:
         self.root = Path(root)
         if not is_recording(self.root):
+            number = manifest.rollout_of(self.root)
+            if number is not None and is_recording(self.root.parent):
+                raise RolloutDataError(
+                    f"{self.root} is one {'evaluation' if number[1] else 'rollout'} of a recording. "
+                    f"Name the recording, {self.root.parent}"
+                    + ("." if number[1] else f", and --rollout {number[0]}.")
+                )
             raise RolloutDataError(
                 f"{self.root} is no recording: it has no run_0000.json. Record a run with --record "
                 "FOLDER."
@@ -320,20 +328,48 @@ class Recording:
         """Options, versions and code of a start of the run."""
         if number not in self._records:
             path = manifest.run_path(self.root, number)
-            record = manifest.read_json(path, limit=LARGEST_RUN_RECORD)
-            if record.get("format") != manifest.FORMAT:
-                raise RolloutDataError(
-                    f"{path} is of the format {record.get('format')!r}; this version reads "
-                    f"{manifest.FORMAT!r}."
-                )
-            self._records[number] = record
+            self._records[number] = read_run_record(path)
         return self._records[number]
+
+    def recorded_yaml(self, number: int) -> dict[str, Any]:
+        """What a start's --config file would hold. `RolloutDataError` where it cannot be read."""
+        path, text = manifest.run_path(self.root, number), self.run_record(number)["options_yaml"]
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise RolloutDataError(f"{path} is damaged: its options_yaml: {error}") from error
+        if not isinstance(content, dict):
+            raise RolloutDataError(f"{path} is damaged: its options_yaml holds no mapping.")
+        return content
 
     @property
     def tokenizer_folder(self) -> Path | None:
         """The recorded tokenizer; None where the run had none."""
         folder = self.root / manifest.TOKENIZER_FOLDER
         return folder if folder.is_dir() else None
+
+
+def read_run_record(path: Path) -> Mapping[str, Any]:
+    """The run record in a file. `RolloutDataError` that names the file where it is none, or lacks
+    what every run record has.
+    """
+    record = manifest.read_json(path, limit=LARGEST_RUN_RECORD)
+    if record.get("format") != manifest.FORMAT:
+        raise RolloutDataError(
+            f"{path} is of the format {record.get('format')!r}; this version reads "
+            f"{manifest.FORMAT!r}."
+        )
+    for name, kind, words in (
+        ("options", dict, "JSON object"),
+        ("versions", dict, "JSON object"),
+        ("options_yaml", str, "text"),
+    ):
+        if not isinstance(record.get(name), kind):
+            raise RolloutDataError(
+                f"{path} is damaged: its {name} are of the type "
+                f"{type(record.get(name)).__name__}, and no {words}."
+            )
+    return record
 
 
 def is_recording(path: str | os.PathLike) -> bool:

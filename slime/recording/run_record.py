@@ -145,13 +145,5 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def options_of(record: Mapping[str, Any]) -> argparse.Namespace:
-    """The options of a run record, as the run's `args` had them. `RolloutDataError` where it holds
-    none.
-    """
-    options = record.get("options")
-    if not isinstance(options, Mapping):
-        raise RolloutDataError(
-            f"The run record is damaged: its options are of the type {type(options).__name__}, "
-            "and no JSON object."
-        )
-    return argparse.Namespace(**decode_json(orjson.dumps(options)))
+    """The options of a run record, as the run's `args` had them."""
+    return argparse.Namespace(**decode_json(orjson.dumps(record["options"])))

@@ -126,6 +126,18 @@ def test_a_recorded_file_that_is_not_as_it_was_written_is_named(tmp_path, name, 
     assert f"rollout_000001/{name}" not in dict(result.skipped) and result.steps >= 2
 
 
+@pytest.mark.parametrize("name", ["samples.parquet", "train.parquet"])
+def test_a_part_that_is_audited_alone_is_held_against_its_manifest(tmp_path, name, capsys):
+    """Status 2, as `slime diff` has it; a neighbour's damage is not this part's."""
+    recording = recordings.copy_of(GOLDEN, tmp_path / "rec")
+    folder_of_part = recording / "rollout_000001"
+    shorter(folder_of_part / "steps.jsonl")
+    assert command.main([str(folder_of_part / name)]) in (0, 1)
+    changed_bit(folder_of_part / name)
+    assert command.main([str(folder_of_part / name)]) == 2
+    assert f"{name} is damaged: its hash is" in capsys.readouterr().err
+
+
 def test_numpy_values_of_a_dump_are_read_without_numpy_unpickling(tmp_path):
     """Rewards of reward functions are numpy numbers, routed experts arrays; an array of objects is
     refused."""
@@ -446,6 +458,9 @@ def test_a_legacy_pickle_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no file of torch.save"):
         audit(tmp_path / "0.pt")
     assert not Path("/tmp/never").exists()
+    (tmp_path / "0.pt").rename(tmp_path / "0.pkl")
+    with pytest.raises(ConfigError, match="It is a pickle: .pt dumps of the shapes below"):
+        audit(tmp_path / "0.pkl")
 
 
 def test_arrays_that_samples_share_are_counted(tmp_path):

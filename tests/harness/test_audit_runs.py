@@ -110,6 +110,15 @@ def test_a_metric_that_is_no_number_is_named(tmp_path):
     assert one.sentence == "train/loss was no number, first at step 2 (2 of 4 records)."
 
 
+def test_samples_of_supervised_training_have_no_reward_to_be_constant(tmp_path):
+    """Nothing was generated and nothing scored: reward 0 and the status "pending" are by design."""
+    samples = [{**one, "reward": 0, "status": "pending"} for one in files.samples_of(0)]
+    files.write_slime_rollout(tmp_path, 0, samples)
+    assert problems(audit(tmp_path)) == set()
+    files.write_slime_rollout(tmp_path, 0, [{**one, "status": "completed"} for one in samples])
+    assert "constant_reward" in problems(audit(tmp_path))
+
+
 def test_series_are_made_of_samples_too(tmp_path):
     """Of a framework that writes samples alone, the collapse is found in the samples' rewards."""
     for step in range(24):

@@ -85,6 +85,40 @@ def test_single_parts_are_compared(part, recorded_run, tmp_path):
         compare_paths(path, folder / ("gate.json" if part != "gate" else "weights.json"))
 
 
+def test_metrics_of_another_rollout_are_compared_in_their_order(recorded_run):
+    """Two rollouts have no step in common: the first of one is held against the first of the other,
+    and a note says which. Each was reported as absent on the other side."""
+    steps = [recorded_run / f"rollout_00000{number}" / "steps.jsonl" for number in (0, 1)]
+    report = compare_paths(*steps)
+    shown = words(report)
+    assert not report.identical and "absent" not in shown, shown
+    lines = [map(json.loads, path.read_text().splitlines()) for path in steps]
+    first = [next(one["step"] for one in some if one["step_key"] == "train/step") for some in lines]
+    assert f"train/step {first[1]} of B is compared with train/step {first[0]} of A" in shown
+    assert "absent" not in words(compare_paths(steps[0].parent, steps[1].parent))
+
+
+def test_files_that_are_no_parts_say_what_is_compared(recorded_run, tmp_path):
+    """Two manifests, two files of a tokenizer: what to compare in their place. Two config.yaml: the
+    options that differ."""
+    manifests = [recorded_run / f"rollout_00000{i}" / "manifest.train.json" for i in (0, 1)]
+    with pytest.raises(RolloutDataError, match="is a manifest.* Compare the rollouts"):
+        compare_paths(*manifests)
+    with pytest.raises(
+        RolloutDataError, match=r"no part.* \(replies.jsonl, samples.parquet, .*run_0"
+    ):
+        compare_paths(*[recorded_run / "tokenizer" / "tokenizer.json"] * 2)
+    configs = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
+    for path, rate in zip(configs, (1, 2), strict=True):
+        path.write_text(f"lr: 0.00{rate}\nrun_dir: {path}\nderived:\n  seq_length: {rate}\n")
+    report = compare_paths(*configs)
+    assert [one.name for one in report.options] == ["lr", "seq_length"] and not report.identical
+    assert compare_paths(configs[0], configs[0]).identical
+    configs[1].write_text("- 1\n")
+    with pytest.raises(RolloutDataError, match="b.yaml is no config.yaml of a run"):
+        compare_paths(*configs)
+
+
 def test_a_part_alone_names_its_difference(recorded_run, tmp_path):
     """The rank, the step and the micro-batch of the sample are in a train part itself."""
     other = copy_of(recorded_run, tmp_path / "b")

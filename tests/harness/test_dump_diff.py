@@ -1,10 +1,13 @@
 """`slime diff` finds what differs between two dumps and where."""
 
+import io
 import json
 import math
+import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from slime import cli
 from slime.data.batch import RolloutBatch, Stage
@@ -223,6 +226,13 @@ def test_folders_are_compared_dump_by_dump(tmp_path, capsys):
     assert "only in B: 1.safetensors" in capsys.readouterr().out
 
 
+def torch_archive():
+    """The bytes of a file of torch.save."""
+    file = io.BytesIO()
+    torch.save({"rollout_id": 0, "samples": []}, file)
+    return file.getvalue()
+
+
 def test_files_that_are_no_dumps_are_errors_not_differences(tmp_path, capsys):
     """A file that is no dump is an error with status 2 and not a difference."""
     with pytest.raises(RolloutDataError, match="no dump at"):
@@ -232,6 +242,12 @@ def test_files_that_are_no_dumps_are_errors_not_differences(tmp_path, capsys):
     assert f"no dump at {tmp_path / 'b'}" in capsys.readouterr().err
     with pytest.raises(RolloutDataError, match="one is a file, the other a folder"):
         compare_paths(a, tmp_path)
+    for name, content in (("p.pt", torch_archive()), ("p.pkl", pickle.dumps([1], protocol=4))):
+        (tmp_path / name).write_bytes(content)
+        for words in (["diff", str(a), str(tmp_path / name)], ["show", str(tmp_path / name)]):
+            assert cli.main(words) == 2
+            error = capsys.readouterr().err
+            assert f"{name} is a pickle, which slime never loads" in error and "audit" in error
     (tmp_path / "b").write_text("anything")
     with pytest.raises(RolloutDataError, match="b, line 1: not JSON"):
         compare_paths(a, tmp_path / "b")

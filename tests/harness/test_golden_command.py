@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import orjson
 import pytest
+import yaml
 from support.recordings import edit_run
 
 from slime import cli
@@ -129,7 +130,8 @@ def test_secrets_hosts_and_paths_stay_on_the_machine():
         "command": ["--wandb-key", "abc123"],
         "time": 12.0,
     }
-    text = orjson.dumps(cleaned_record(record)).decode()
+    content = yaml.safe_load(record["options_yaml"])
+    text = orjson.dumps(cleaned_record(record, content, {})).decode()
     for private in ("/home/me", "abc123", "10.1.2.3", "/data/"):
         assert private not in text
     cleaned = json.loads(text)["options"]

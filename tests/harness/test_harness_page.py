@@ -36,9 +36,11 @@ NAMES = {
     "GOLDEN": "golden",
     "runA/dumps": "dumps",
     "runB/dumps": "dumps",
+    "runA": "run",
+    "runB": "run",
 }
-# a recording of three rollouts has no seventh, and samples are numbered from 100 times its number
-NUMBERS = {"rollout_000007 12": "rollout_000001 112", "--rollout 7": "--rollout 1", "--from 3 --to 9": "--from 1 --to 2",
+# a recording of three rollouts has no seventh
+NUMBERS = {"--rollout 7": "--rollout 1", "--from 3 --to 9": "--from 1 --to 2",
            "rollout_000007": "rollout_000001"}  # fmt: skip
 TRAINS = re.compile(r"--stage (train|all)|golden update|--samples")
 
@@ -97,6 +99,8 @@ def workplace(tmp_path, monkeypatch):
     (tmp_path / "tests" / "golden").symlink_to(ROOT / "tests" / "golden")
     shutil.copytree(ROOT / "tests" / "golden" / "run", tmp_path / "recording")
     shutil.copytree(ROOT / "tests" / "golden" / "run", tmp_path / "second")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("lr: 0.001\nderived:\n  seq_length: 128\n")
     (tmp_path / "dumps").mkdir()
     for number in (0, 1):
         shutil.copy(

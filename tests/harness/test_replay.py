@@ -5,14 +5,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support import recordings, small_run
+from support import recordings
 from support.manager import dirty_rollout, manager_of
 from support.rollout_args import rollout_args
 
@@ -42,24 +41,14 @@ def importable():
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """A recording of two rollouts of a small run, with weights; its checkpoints beside it."""
-    from examples.addition.prepare import prepare
-
-    root = tmp_path_factory.mktemp("replay")
-    data = Path(prepare(root / "data"))
-    options = ["--num-rollout", 2, "--local", "--record", root / "rec", "--record-weights"]
-    words = small_run.command(
-        data, root / "run", *options, "--save", root / "save", "--save-interval", 1
-    )
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return root
+def recorded(recorded_run):
+    """The folder of a recording of two rollouts with weights; its checkpoints beside it."""
+    return recorded_run.parent
 
 
 def replayed(root, *words):
     """The exit status of `slime replay` over the recording."""
-    return command.main([str(root / "rec"), *map(str, words)])
+    return command.main([str(root / "recording"), *map(str, words)])
 
 
 def differing(root, capsys, *words):
@@ -149,7 +138,7 @@ def test_a_training_is_repeated_bit_for_bit(recorded, capsys):
 def test_a_training_starts_from_the_nearest_checkpoint(recorded, capsys, tmp_path):
     """Without --record-weights, the checkpoint before the rollout is as good."""
     copy = tmp_path / "rec"
-    shutil.copytree(recorded / "rec", copy)
+    shutil.copytree(recorded / "recording", copy)
     shutil.rmtree(copy / "rollout_000001" / "weights")
     status = command.main([str(copy), "--rollout", "1", "--stage", "train"])
     assert status == 0, capsys.readouterr().out
@@ -193,7 +182,7 @@ def test_a_stage_that_cannot_be_replayed_is_neither_equal_nor_different(
     recorded, capsys, tmp_path, stage, part
 ):
     """Exit status 2 with the reason: a damaged part says nothing about the code."""
-    copy = recordings.copy_of(recorded / "rec", tmp_path / "rec")
+    copy = recordings.copy_of(recorded / "recording", tmp_path / "rec")
     path = copy / "rollout_000001" / PARTS[part][0]
     path.write_bytes(path.read_bytes()[:-9])
     status = command.main([str(copy), "--rollout", "1", "--stage", stage, "--rescore"])
@@ -204,7 +193,7 @@ def test_a_stage_that_cannot_be_replayed_is_neither_equal_nor_different(
 def test_whatever_a_stage_raises_is_named_and_ends_no_other(recorded, capsys, tmp_path):
     """An error of the code under test is status 2 with its place, not Python's status 1, which
     says that something differs; a difference that is found as well is certain."""
-    copy = recordings.copy_of(recorded / "rec", tmp_path / "rec")
+    copy = recordings.copy_of(recorded / "recording", tmp_path / "rec")
     recordings.edit_json(copy, "gate", lambda record: record["state"].update(level="none"))
     words = [str(copy), "--rollout", "1"]
     assert command.main([*words, "--stage", "gate"]) == 2
@@ -220,7 +209,7 @@ def test_a_stage_that_the_rollout_lacks_is_no_success_where_it_was_asked_for(
 ):
     """A run that was killed before it trained: what there is replays, what is named and missing is
     status 2."""
-    copy = recordings.copy_of(recorded / "rec", tmp_path / "rec")
+    copy = recordings.copy_of(recorded / "recording", tmp_path / "rec")
     (copy / "rollout_000001" / "manifest.train.json").unlink()
     words = [str(copy), "--rollout", "1"]
     assert command.main(words) == 0
@@ -228,7 +217,7 @@ def test_a_stage_that_the_rollout_lacks_is_no_success_where_it_was_asked_for(
     assert "train: there is nothing to replay: the recording holds no" in capsys.readouterr().out
     (copy / "rollout_000001" / "manifest.rollout.json").unlink()
     shutil.copy(
-        recorded / "rec" / "rollout_000001" / "manifest.train.json", copy / "rollout_000001"
+        recorded / "recording" / "rollout_000001" / "manifest.train.json", copy / "rollout_000001"
     )
     assert command.main(words) == 2
     assert capsys.readouterr().out.count("there is nothing to replay") == 5
@@ -236,7 +225,7 @@ def test_a_stage_that_the_rollout_lacks_is_no_success_where_it_was_asked_for(
 
 def test_a_training_that_makes_less_than_was_recorded_is_not_equal(recorded, monkeypatch, capsys):
     """What the repetition did not record, for a full disk, is named; what it did is compared."""
-    again = Recording(recorded / "rec")
+    again = Recording(recorded / "recording")
     half = again.rollout(1)
     del half.manifests["train"].parts["weights"]
     monkeypatch.setattr(again, "rollout", lambda number: half)
@@ -271,8 +260,8 @@ def test_a_rollout_that_is_named_twice_is_replayed_once(capsys):
 
 
 @pytest.mark.parametrize("record, said", [
-    ({"format": "slime-recording-1", "options": 5}, "its options are of the type int"),
-    ({"format": "slime-recording-1"}, "its options are of the type NoneType"),
+    ({"format": "slime-recording-1", "options": 5}, "run_0000.json is damaged: its options are of the type int"),
+    ({"format": "slime-recording-1"}, "run_0000.json is damaged: its options are of the type NoneType"),
     ([], "run_0000.json holds no JSON object"),
 ])  # fmt: skip
 def test_a_run_record_without_options_is_a_sentence(record, said, tmp_path, capsys):
@@ -284,10 +273,29 @@ def test_a_run_record_without_options_is_a_sentence(record, said, tmp_path, caps
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words, said", [
+    (["--rm-type", "f2"], "'f2' is not a built-in reward type. Known: dapo, deepscaler, exact_match, f1"),
+    (["--custom-rm-path", "no.such.function"], "--custom-rm-path no.such.function"),
+    (["--gate-schedule", "soon"], "--gate-schedule 'soon' is not understood"),
+])  # fmt: skip
+def test_a_value_that_no_code_knows_is_an_error(words, said, capsys):
+    """Status 2, for a golden run too: it was reported as rewards that differ."""
+    for command_words in (["replay", str(GOLDEN)], ["golden", "check", str(GOLDEN)]):
+        stage = ["--rollout", "0", "--stage", "rewards"]
+        assert cli.main([*command_words, *stage, *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_rollout_in_the_place_of_its_recording_is_told_apart(capsys):
+    """The error names the recording and the option to choose the rollout with."""
+    assert cli.main(["replay", str(GOLDEN / "rollout_000001")]) == 2
+    assert f"Name the recording, {GOLDEN}, and --rollout 1." in capsys.readouterr().err
+
+
 def test_a_key_that_was_not_recorded_is_not_needed(recorded, tmp_path):
     """A --config file with *** in place of a password is refused; the options of a replay have a
     word there, since it asks nobody."""
-    copy = recordings.copy_of(recorded / "rec", tmp_path / "rec")
+    copy = recordings.copy_of(recorded / "recording", tmp_path / "rec")
     added = 'rm_url: "http://me:***@host/rm?api_key=***"\n'
     recordings.edit_run(
         copy, lambda record: record.update(options_yaml=record["options_yaml"] + added)
@@ -309,7 +317,7 @@ def test_what_is_asked_for_must_be_there(recorded, tmp_path):
     with pytest.raises(ConfigError, match="--no-such-flag"):
         replayed(recorded, "--no-such-flag")
     with pytest.raises(ConfigError, match="lies in the recording"):
-        replayed(recorded, "--out", recorded / "rec" / "new")
+        replayed(recorded, "--out", recorded / "recording" / "new")
     with pytest.raises(ConfigError, match="exists"):
         replayed(recorded, "--out", tmp_path)
 
@@ -322,7 +330,7 @@ def test_output_of_a_replay_is_a_recording_that_can_be_kept(recorded, tmp_path):
     folder = tmp_path / "out" / "columns" / "rollout_000000"
     listed = json.loads((folder / "manifest.rollout.json").read_text())["parts"]
     assert list(listed) == ["columns"] and (folder / "columns.parquet").is_file()
-    assert Recording(recorded / "rec").rollout(0).problems() == []
+    assert Recording(recorded / "recording").rollout(0).problems() == []
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ def test_what_cannot_be_shown_is_said(dump, tmp_path, capsys):
     for words, message in (
         ([str(dump), "--sample", "9"], "has no sample 9; it has 2 from 6 to 7"),
         ([str(tmp_path / "run")], f"is a folder; name one rollout dump. For instance {dump}"),
+        ([str(tmp_path / "model")], "no recording and holds no dump. A recording (slime train"),
         ([str(tmp_path / "no.jsonl")], "There is no rollout dump at"),
         (
             [str(dump), "--sample", "6", "--train-dump", str(tmp_path / "no.safetensors")],

@@ -19,8 +19,10 @@ from slime.recording import manifest
 ROLLOUT = 1  # the rollout that is edited
 
 
-def record_small_run(root: Path, *options: object) -> Path:
-    """The recording of two rollouts and an evaluation, of a run in one process."""
+def record_small_run(root: Path) -> Path:
+    """The recording of two rollouts and an evaluation, of a run in one process; beside it its data,
+    its run folder, its checkpoints in save/ and its rollout dumps in dumps/.
+    """
     from examples.addition.prepare import prepare
 
     data = Path(prepare(root / "data"))
@@ -28,7 +30,9 @@ def record_small_run(root: Path, *options: object) -> Path:
     (data / "few.jsonl").write_text("\n".join(rows) + "\n")
     words = ["--local", "--record", root / "recording", "--num-rollout", 2, "--eval-interval", 5]
     words += ["--eval-prompt-data", "few", data / "few.jsonl", "--n-samples-per-eval-prompt", 1]
-    small_run.run(data, root / "run", *words, *options)
+    words += ["--record-weights", "--save", root / "save", "--save-interval", 1]
+    words += ["--save-debug-rollout-data", root / "dumps" / "{rollout_id}.parquet"]
+    small_run.run(data, root / "run", *words)
     return root / "recording"
 
 

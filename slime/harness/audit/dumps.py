@@ -58,6 +58,8 @@ def row_of_sample(sample: dict[str, Any], options: ReadOptions) -> Row:
         sample.get("reward") if raw is None else raw, options.reward_key
     )
     status = sample.get("status")
+    if status == "pending":  # nothing was generated, so nothing was scored: supervised training
+        reward, has_reward, parts = float("nan"), False, {}
     length = int_of(sample.get("response_length"))
     versions = [*_versions(sample.get("weight_versions"))]
     for span in sample.get("weight_version_spans") or ():

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.exceptions import ConfigError, RolloutDataError, SlimeError
 from slime.files.jsonl import read_jsonl
+from slime.files.pickles import is_pickle
 from slime.harness.audit.completions import TRL
 from slime.harness.audit.dumps import OUR_ROLLOUT, OUR_TRAIN, TORCH_ROLLOUT, TORCH_TRAIN, join
 from slime.harness.audit.json_lines import MAPPED, NEMO, VERL
@@ -112,6 +113,8 @@ def _one_file(path: Path, options: ReadOptions) -> Found:
     if path.name == METRICS:
         found.metrics.append(path)
         return found
+    for file, damage in damaged_files(path.parent, path).items():
+        raise ConfigError(f"{file} {damage}")
     try:
         shape, why = _shape_of(path, list(SHAPES), options)
     except ConfigError:
@@ -119,9 +122,19 @@ def _one_file(path: Path, options: ReadOptions) -> Found:
     except SlimeError as error:
         raise ConfigError(f"{path}: {error}.") from error
     if shape is None:
-        raise ConfigError(f"{path} is of no known shape.\n{why}")
+        raise ConfigError(f"{path} is of no known shape.{_about_pickles(path)}\n{why}")
     found.sources.append(Source(path, shape, step_in_name(path)))
     return found
+
+
+def _about_pickles(path: Path) -> str:
+    """What a pickle is not read as; "" for another file."""
+    with open_regular(path) as file:
+        if not is_pickle(file.read(256)):
+            return ""
+    return (
+        " It is a pickle: .pt dumps of the shapes below are read as plain data, no other is loaded."
+    )
 
 
 def _files(folder: Path, found: Found) -> Iterator[Path]:

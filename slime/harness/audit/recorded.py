@@ -45,9 +45,10 @@ _NUMBERS = (
 _TOKENS = ("tokens", "loss_masks", "rollout_log_probs", "log_probs", "advantages")
 
 
-def damaged_files(folder: Path) -> dict[Path, str]:
+def damaged_files(folder: Path, only: Path | None = None) -> dict[Path, str]:
     """By file of a recorded rollout why it is not as it was written: a manifest that cannot be
-    read, and every part of another size or hash than its manifest says. None in another folder.
+    read, and every part of another size or hash than its manifest says; of the parts `only` this
+    one is looked at. None in another folder.
     """
     damaged: dict[Path, str] = {}
     if manifest.rollout_of(folder) is None:
@@ -61,6 +62,8 @@ def damaged_files(folder: Path) -> dict[Path, str]:
             continue
         for part in () if found is None else found.parts.values():
             file = folder / part.file
+            if only is not None and file != only:
+                continue
             try:
                 why = manifest.verify_part(folder, part)
             except OSError as error:

@@ -13,16 +13,18 @@ from slime.files.rollout_dump import FORMAT as ROLLOUT_FORMAT
 from slime.harness.diff.context import context_of
 from slime.harness.diff.results import Report, RolloutResult
 from slime.harness.diff.rollouts import Settings, compare_sides
-from slime.harness.diff.runs import RESUME_OPTIONS, RESUMED, compare_runs, layout_differs
-from slime.harness.diff.sides import RUN, Side, part_of_file, side_of_file
+from slime.harness.diff.runs import (
+    RESUME_OPTIONS,
+    RESUMED,
+    compare_options,
+    compare_runs,
+    layout_differs,
+    read_config,
+)
+from slime.harness.diff.sides import CONFIG, RUN, Side, part_of_file, side_of_file
 from slime.harness.diff.values import Tolerance
 from slime.recording import manifest
-from slime.recording.reader import (
-    LARGEST_RUN_RECORD,
-    RecordedRollout,
-    Recording,
-    is_recording,
-)
+from slime.recording.reader import RecordedRollout, Recording, is_recording, read_run_record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,9 +272,11 @@ def _compare_two_files(report: Report, a: Path, b: Path, choice: Choice, *, name
         raise RolloutDataError(
             f"{a} is a {parts[0]} part and {b} a {parts[1]} part: they cannot be compared."
         )
+    if parts[0] == CONFIG:
+        report.runs += compare_options(read_config(a), read_config(b), allowed=choice.allowed)
+        return
     if parts[0] == RUN:
-        records = [manifest.read_json(path, limit=LARGEST_RUN_RECORD) for path in (a, b)]
-        report.runs += compare_runs(*records, allowed=choice.allowed)
+        report.runs += compare_runs(read_run_record(a), read_run_record(b), allowed=choice.allowed)
         return
     sides = side_of_file(a), side_of_file(b)
     result = RolloutResult(name, _order_of(name))

@@ -35,6 +35,7 @@ _INDEX_COLUMNS = (
     ("train", "sample_indices"),
 )
 _PRESENT = stages.Text("present")
+_Metrics = dict[tuple[str, Any, str], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,7 +403,8 @@ class _Comparison:
         self.result.fields.append(result)
 
     def _metrics(self, part: str, a: list[Any], b: list[Any]) -> None:
-        x, y = _metrics_by_place(a), _metrics_by_place(b)
+        x = _metrics_by_place(a)
+        y = self._numbered_as(x, _metrics_by_place(b))
         found: dict[tuple[DiffStage, str], FieldResult] = {}
         layout_differs = self.settings.layout_differs
         for place in dict.fromkeys([*x, *y]):
@@ -421,6 +423,26 @@ class _Comparison:
                 number = step if isinstance(step, int) else None
                 result.first = Difference(stage, part, name, path, one, other, step=number)
         self.result.fields += found.values()
+
+    def _numbered_as(self, x: _Metrics, y: _Metrics) -> _Metrics:
+        """B's metrics by A's numbers of steps. Those of another rollout have no number in common;
+        then the first step is compared with the first.
+        """
+        for axis in sorted({place[0] for place in x} & {place[0] for place in y}):
+            steps = [_steps(side, axis) for side in (x, y)]
+            if not all(steps) or steps[0] & steps[1]:
+                continue
+            first, other = min(steps[0]), min(steps[1])
+            y = {
+                (one, step + first - other if one == axis else step, name): value
+                for (one, step, name), value in y.items()
+                if (one, name) != (axis, axis)
+            }
+            self.result.notes.append(
+                f"{axis} {other} of B is compared with {axis} {first} of A, and so on: they have no "
+                "step in common"
+            )
+        return y
 
 
 _PARTS = {
@@ -453,9 +475,13 @@ def _by_rank(digests: Any) -> Any:
     return {f"rank {rank}": one for rank, one in enumerate(digests)}
 
 
-def _metrics_by_place(records: list[Any]) -> dict[tuple[str, Any, str], Any]:
+def _steps(metrics: _Metrics, axis: str) -> set[int]:
+    return {step for one, step, _ in metrics if one == axis and isinstance(step, int)}
+
+
+def _metrics_by_place(records: list[Any]) -> _Metrics:
     """Metrics by axis, step and name; the latest record of a step wins."""
-    found: dict[tuple[str, Any, str], Any] = {}
+    found: _Metrics = {}
     for record in records:
         if isinstance(record, dict) and isinstance(record.get("metrics"), dict):
             axis, step = str(record.get("step_key", "")), record.get("step")

@@ -12,6 +12,7 @@ import orjson
 from slime.exceptions import RolloutDataError
 from slime.files import exact_json, tables
 from slime.files.jsonl import read_jsonl
+from slime.files.pickles import pickle_problem
 from slime.files.rollout_dump import FORMAT as ROLLOUT_FORMAT
 from slime.files.rollout_dump import read_rollout_dump
 from slime.files.train_dump import is_train_dump, read_train_dump
@@ -28,6 +29,7 @@ from slime.recording.reader import LARGEST_JSON, RecordedRollout
 
 TABLES = ("samples", "columns", "schedule", "train")
 RUN = "run"  # the part of a run record
+CONFIG = "config"  # a run's config.yaml
 
 
 class Side:
@@ -165,6 +167,10 @@ def part_of_file(path: Path) -> str:
         return _kind_of_table(path)
     if is_train_dump(path):
         return "train"
+    if path.suffix in (".yaml", ".yml"):
+        return CONFIG
+    if problem := pickle_problem(path):
+        raise RolloutDataError(problem)
     with open(path, "rb") as file:
         line = file.readline(1 << 28)
     try:
@@ -173,10 +179,23 @@ def part_of_file(path: Path) -> str:
         first = _whole_object(path)
     kind = _kind_of_object(first)
     if kind is None:
-        raise RolloutDataError(
-            f"{path} is no dump and no part of a recording: it begins with {line[:60]!r}."
-        )
+        raise RolloutDataError(_not_compared(path, first, line))
     return kind
+
+
+def _not_compared(path: Path, value: Any, line: bytes) -> str:
+    """Why a file is none that can be compared, and what to compare."""
+    if isinstance(value, dict) and value.get("format") == manifest.FORMAT and "parts" in value:
+        return (
+            f"{path} is a manifest: it lists the parts of a rollout. Compare the rollouts, whose "
+            "folders it lies in, or single parts."
+        )
+    known = ", ".join(file for file, _ in manifest.PARTS.values())
+    return (
+        f"{path} is no dump and no part of a recording: it begins with {line[:60]!r}. Two files are "
+        f"compared where they are parts ({known}), run records (run_0000.json), config.yaml of two "
+        "runs, or dumps."
+    )
 
 
 def _whole_object(path: Path) -> Any:

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from slime.config.cli import parse_command_line
 from slime.config.derive import apply_derived, derive
 from slime.config.rules import broken_rules
@@ -19,7 +17,10 @@ from slime.config.secrets import with_stand_ins
 from slime.config.specs import specs_by_name
 from slime.config.yaml_file import DERIVED
 from slime.exceptions import ConfigError
+from slime.preflight.functions import hook_problems
+from slime.preflight.inputs import gate_problems
 from slime.recording.reader import RecordedRollout, Recording
+from slime.rollout.rm_hub.type_names import rm_type_problem
 
 # what a run writes, sends or asks for beside its numbers
 LEFT_OUT = (
@@ -68,16 +69,26 @@ def replayed_options(rollout: RecordedRollout, words: Sequence[str]) -> argparse
     if given:
         apply_derived(args, derive(args))
         problems = [text for text in broken_rules(args) if any(_names(text, n) for n in given)]
+        if any(name.startswith("gate_") for name in given):
+            # the gate itself reads the recorded tokenizer
+            problems += gate_problems(argparse.Namespace(**{**vars(args), "hf_checkpoint": None}))
         if problems:
             raise ConfigError("\n".join(problems))
     return args
 
 
 def given_options(words: Sequence[str]) -> dict[str, Any]:
-    """The options of `slime train` that the words give, by name."""
+    """The options of `slime train` that the words give, by name. ConfigError for words that are no
+    options, and for reward types and functions that do not exist: nothing could be compared.
+    """
     line = parse_command_line(list(words), None)
     if line.help_word is not None or line.print_config:
         raise ConfigError("slime replay takes options of slime train, without --help among them.")
+    problems = hook_problems(line.args)
+    if problem := rm_type_problem(line.args.rm_type):
+        problems.insert(0, f"--rm-type: {problem}")
+    if problems:
+        raise ConfigError("\n".join(problems))
     values = dict(vars(line.args))
     return {name: values[name] for name in line.given}
 
@@ -88,16 +99,11 @@ def _names(text: str, name: str) -> bool:
 
 def recorded_config(recording: Recording, rollout: RecordedRollout) -> dict[str, Any]:
     """The content of a --config file for the recorded run, without `LEFT_OUT`."""
-    record = recording.run_record(rollout.run)
-    try:
-        content = yaml.safe_load(record["options_yaml"])
-    except (KeyError, yaml.YAMLError) as error:
-        raise ConfigError(f"{recording.root}: the recorded options are damaged: {error}") from error
     known = specs_by_name()
     # keys and passwords were not recorded; no replay asks anybody for whom they were
     return {
         name: with_stand_ins(value)
-        for name, value in content.items()
+        for name, value in recording.recorded_yaml(rollout.run).items()
         if name != DERIVED and name in known and name not in LEFT_OUT
     }
 
