@@ -62,10 +62,12 @@ class Culprit:
 
 @dataclasses.dataclass
 class Findings:
-    """Samples of a lineage: sampled = trained + the sum of dropped + unfinished + waiting."""
+    """Samples of a lineage: handed_out = sampled + waiting, of which a rollout has used up the
+    sampled ones; sampled = trained + the sum of dropped + unfinished.
+    """
 
     rollouts: int = 0
-    sampled: int = 0
+    handed_out: int = 0
     trained: int = 0
     unfinished: int = 0  # planned, and the rollout's training is not on record
     waiting: int = 0
@@ -75,6 +77,10 @@ class Findings:
     epochs: dict[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
     culprits: list[Culprit] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def sampled(self) -> int:
+        return self.handed_out - self.waiting
 
 
 Block = tuple[int, int, int, int]  # first group, group behind the last, epoch, prompt of the first
@@ -503,7 +509,7 @@ class Audit:
         used = [(first, end) for first, end, _, _ in self.served]
         waiting = difference(handed_out, used)
         self.found.waiting = sum(end - first for first, end in waiting) * mark.group_size
-        self.found.sampled = (
+        self.found.handed_out = (
             sum(end - first for first, end in _merged(handed_out)) * mark.group_size
         )
         if self.closing is not None:
@@ -552,7 +558,7 @@ def _not_trained(entry: RolloutEntry, trained: TrainedEntry | None) -> dict[int,
 def examine(books: Books, lineage: Lineage, closing: SavedState | None = None) -> Findings:
     """What does not add up in a lineage, and its totals."""
     found = Audit(books, lineage, closing).run()
-    total = found.trained + sum(found.dropped.values()) + found.unfinished + found.waiting
+    total = found.trained + sum(found.dropped.values()) + found.unfinished
     if found.sampled and total != found.sampled and not found.culprits:
         found.notes.append(
             f"{found.sampled} sampled, and {total} accounted for: groups were served again"
@@ -564,6 +570,7 @@ def describe_totals(found: Findings) -> Mapping[str, object]:
     """The totals of `Findings` as plain values."""
     return {
         "rollouts": found.rollouts,
+        "handed_out": found.handed_out,
         "sampled": found.sampled,
         "trained": found.trained,
         "dropped": dict(sorted(found.dropped.items())),

@@ -29,29 +29,35 @@ from slime.config.specs import slime_specs
 from slime.config.yaml_file import read_option_file
 from slime.data.ledger import NOT_TRAINED, PREFIX
 from slime.data.ledger_audit import Books, Culprit, Findings, describe_totals, examine
+from slime.data.reasons import REASON_OF_VALUE, DropReason
 from slime.data.run_ledger import RolloutEntry, SavedState, numbers_in, runs_of
 from slime.exceptions import ConfigError, SlimeError
 from slime.files.jsonl import read_jsonl
 from slime.files.ledger_file import FILE_NAME, STATE_NAME, read_books, read_state
 from slime.files.rollout_dump import dump_path, read_rollout_dump
 from slime.prompts import data_position
-from slime.recording.reader import Recording, is_recording
+from slime.recording.reader import RecordedRollout, Recording, is_recording
 from slime.tracking.tracking import FILE_NAME as METRICS_NAME
 
 SHOWN = 20  # culprits and notes in the text
 CONFIG = "config.yaml"
 Lineage = list[tuple[str, int, int]]
+# reasons that keep a whole rollout from training the policy, whatever its samples are
+_WHOLE_ROLLOUT = {DropReason.CRITIC_ONLY.value, DropReason.ROLLOUT_ONLY.value}
 
 
 @dataclasses.dataclass
 class Proof:
-    """What `slime ledger` says of a run. checked: how many of each kind of file were compared."""
+    """What `slime ledger` says of a run. checked: how many of each kind of file were compared.
+    has_converter: whether a custom converter, which may reject samples too, made the train data.
+    """
 
     path: Path
     books: Books
     lineage: Lineage
     found: Findings
     checked: dict[str, int] = dataclasses.field(default_factory=dict)
+    has_converter: bool = False
 
     @property
     def superseded(self) -> list[tuple[str, int]]:
@@ -106,11 +112,19 @@ def prove(run: Path) -> Proof:
     _check_metrics(proof, run)
     _check_checkpoints(proof)
     runs = _run_folders(proof, run)
+    proof.has_converter = any(
+        options.get("custom_convert_samples_to_train_data_path") for _, options in runs
+    )
     # the starts of a resumed run share them
     for root in dict.fromkeys(options.get("record") for _, options in runs):
         _check_recording(proof, root)
-    for folder, options in runs:
-        _check_dumps(proof, folder, options)
+    templates = [
+        options.get("save_debug_rollout_data")
+        for _, options in runs
+        if not options.get("load_debug_rollout_data")
+    ]
+    for template in dict.fromkeys(templates):
+        _check_dumps(proof, template)
     return proof
 
 
@@ -276,66 +290,158 @@ def _check_position(proof: Proof, save: Path, state: SavedState) -> None:
 
 
 def _check_recording(proof: Proof, root: str | None) -> None:
-    """The step that the recording has for each sample is the ledger's."""
+    """What the recording has of each sample, its verdict, its step and that it trained, is the
+    ledger's.
+    """
     if not root or not is_recording(root):
         return
     recording = Recording(root)
+    known = set(recording.rollouts)
     for entry in _kept_entries(proof):
-        if entry.rollout not in recording.rollouts or entry.mark is None:
-            continue
-        rollout = recording.rollout(entry.rollout)
-        if "columns" not in rollout or "schedule" not in rollout:
+        if entry.rollout not in known or entry.mark is None:
             continue
         try:
-            indices = rollout.table("columns")["sample_index"].to_pylist()
-            steps = rollout.table("schedule")["step"].to_pylist()
+            rollout = recording.rollout(entry.rollout)
+            if not {"samples", "columns", "schedule"} <= set(rollout.parts):
+                continue
+            found = _recorded(rollout)
         except (SlimeError, OSError, KeyError, ValueError) as error:
-            proof.blame("recording_damaged", f"{rollout.folder}: {error}", entry.rollout)
+            proof.blame("recording_damaged", f"rollout {entry.rollout}: {error}", entry.rollout)
             continue
-        recorded = collections.defaultdict(set)
-        for index, step in zip(indices, steps, strict=False):
-            recorded[index].add(step)
-        proof.checked["rollouts in the recording"] = (
-            proof.checked.get("rollouts in the recording", 0) + 1
+        _count(proof, "rollouts in the recording")
+        _compare_verdicts(proof, entry, found.verdicts, "recording")
+        if not _WHOLE_ROLLOUT & entry.dropped.keys():
+            _compare_steps(proof, entry, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    """What a recording has of a rollout: (index, reason or None) of each sample, the steps of the
+    rows of each sample by index, and the samples that a rank trained; None without that part.
+    """
+
+    verdicts: list[tuple[Any, str | None]]
+    steps: Mapping[Any, set[int]]
+    trained: set[Any] | None
+
+
+def _recorded(rollout: RecordedRollout) -> _Recorded:
+    samples, columns = rollout.table("samples"), rollout.table("columns")
+    indices = columns["sample_index"].to_pylist()
+    steps: dict[Any, set[int]] = collections.defaultdict(set)
+    for index, step in zip(indices, rollout.table("schedule")["step"].to_pylist(), strict=True):
+        if step >= 0:
+            steps[index].add(step)
+    trained = None
+    if "train" in rollout:
+        ranks = rollout.table("train")["dp_rank"].to_pylist()
+        pairs = zip(indices, ranks, strict=True)
+        trained = {index for index, rank in pairs if rank is not None and rank >= 0}
+    names = ("index", "valid", "reason", "dropped_by")
+    verdicts = [
+        (index, why or (None if valid else reason or DropReason.INVALID.value))
+        for index, valid, reason, why in zip(
+            *(samples[name].to_pylist() for name in names), strict=True
         )
-        for step, runs in entry.planned.items():
-            for index in numbers_in(runs):
-                if step not in recorded.get(index, ()):
-                    proof.blame(
-                        "recording_differs",
-                        f"sample {index} is in step {step} of rollout {entry.rollout}; the "
-                        f"recording has {sorted(recorded.get(index, ())) or 'no row of it'}",
-                        entry.rollout,
-                        samples=((index, 1),),
-                    )
+    ]
+    return _Recorded(verdicts, steps, trained)
 
 
-def _check_dumps(proof: Proof, folder: Path, options: Mapping[str, Any]) -> None:
-    """Every sample that trained is in the dump of its rollout."""
-    template = options.get("save_debug_rollout_data")
-    if not template or options.get("load_debug_rollout_data"):
+def _compare_verdicts(
+    proof: Proof, entry: RolloutEntry, verdicts: Sequence[tuple[Any, str | None]], where: str
+) -> None:
+    """Each sample of another file has an outcome in the ledger, and one that was rejected or
+    dropped there for that reason.
+    """
+    assert entry.mark is not None
+    num_samples = entry.mark.groups * entry.mark.group_size
+    planned = {i for runs in entry.planned.values() for i in numbers_in(runs)}
+    dropped = {i: why for why, runs in entry.dropped.items() for i in numbers_in(runs)}
+    reasons: dict[int, set[str | None]] = collections.defaultdict(set)
+    for index, reason in verdicts:
+        if type(index) is int and 0 <= index < num_samples:
+            reasons[index].add(reason)
+    for index, found in reasons.items():
+        why = dropped.get(index)
+        if index not in planned and why is None:
+            ours = "has no outcome"
+        elif why in found | _WHOLE_ROLLOUT if why is not None else None in found:
+            continue
+        elif None in found and (proof.has_converter or why not in REASON_OF_VALUE):
+            continue  # it passed the gate, and was left out behind it
+        else:
+            ours = "is planned" if why is None else f"was dropped ({why})"
+        theirs = " and ".join(sorted(str(one or "no reason against it") for one in found))
+        proof.blame(
+            f"{where}_differs",
+            f"sample {index} {ours} in the ledger of rollout {entry.rollout}; the {where} has "
+            f"{theirs}",
+            entry.rollout,
+            samples=((index, 1),),
+        )
+
+
+def _compare_steps(proof: Proof, entry: RolloutEntry, found: _Recorded) -> None:
+    """The samples that the ledger plans are those of the recorded schedule, each in its step, and
+    those that the ranks trained.
+    """
+    planned = {i: step for step, runs in entry.planned.items() for i in numbers_in(runs)}
+    assert entry.mark is not None
+    num_samples = entry.mark.groups * entry.mark.group_size
+    for index in sorted({*planned, *(i for i in found.steps if type(i) is int)}):
+        if index >= num_samples or planned.get(index) == min(
+            found.steps.get(index, ()), default=None
+        ):
+            if index not in planned or found.trained is None or index in found.trained:
+                continue
+            theirs = "no rank that trained it"
+        else:
+            theirs = f"step {sorted(found.steps[index])}" if index in found.steps else "no step"
+        ours = f"is in step {planned[index]}" if index in planned else "is not planned"
+        proof.blame(
+            "recording_differs",
+            f"sample {index} {ours} of rollout {entry.rollout} in the ledger; the recording has "
+            f"{theirs}",
+            entry.rollout,
+            samples=((index, 1),),
+        )
+
+
+def _check_dumps(proof: Proof, template: str | None) -> None:
+    """Every sample that trained is in the dump of its rollout, and what the dump has of the others
+    is the ledger's.
+    """
+    if not template:
         return
     for entry in _kept_entries(proof):
         path = dump_path(template, entry.rollout, evaluation=False)
         if not path.is_file() or entry.mark is None:
             continue
         try:
-            dumped = {sample.index for sample in read_rollout_dump(path)}
+            samples = read_rollout_dump(path)
         except (SlimeError, OSError, ValueError) as error:
             proof.blame("dump_damaged", f"{path}: {error}", entry.rollout)
             continue
-        proof.checked["rollouts in dumps"] = proof.checked.get("rollouts in dumps", 0) + 1
+        _count(proof, "rollouts in dumps")
+        verdicts = [(one.index, None if one.valid else str(one.invalid_reason)) for one in samples]
+        _compare_verdicts(proof, entry, verdicts, "dump")
+        dumped = {sample.index for sample in samples}
         missing = [
             i for runs in entry.planned.values() for i in numbers_in(runs) if i not in dumped
         ]
         if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             proof.blame(
                 "dump_differs",
-                f"sample {missing[0]} and {len(missing) - 1} more of rollout {entry.rollout} are not "
-                f"in {path.name}",
+                f"sample {missing[0]}{more} of rollout {entry.rollout} "
+                f"{'are' if more else 'is'} not in {path.name}",
                 entry.rollout,
                 samples=runs_of(missing),
             )
+
+
+def _count(proof: Proof, what: str) -> None:
+    proof.checked[what] = proof.checked.get(what, 0) + 1
 
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -364,14 +470,15 @@ def lines_of(proof: Proof) -> list[str]:
     spans = ", ".join(f"{first} to {last} of {start}" for start, first, last in proof.lineage)
     dropped = sum(found.dropped.values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(found.dropped.items()))
+    num_starts = len(proof.books.starts)
     lines = [
-        f"ledger: {proof.path}, {len(proof.books.starts)} starts",
+        f"ledger: {proof.path}, {num_starts} start{'' if num_starts == 1 else 's'}",
         f"rollouts: {spans or 'none'}"
         + (f"; {len(proof.superseded)} superseded" if proof.superseded else ""),
         f"samples: {found.sampled} sampled = {found.trained} trained + {dropped} dropped"
         + (f" ({reasons})" if reasons else "")
-        + f" + {found.waiting} waiting"
-        + (f" + {found.unfinished} whose training is not finished" if found.unfinished else ""),
+        + (f" + {found.unfinished} whose training is not finished" if found.unfinished else "")
+        + (f"; {found.waiting} more wait" if found.waiting else ""),
     ]
     if found.unnamed_trained:
         lines.append(f"without an index: {found.unnamed_trained} rows trained, counted only")

@@ -13,6 +13,8 @@ from slime.data.ledger import PREFIX as LEDGER
 from slime.data.reasons import DropReason
 from slime.files.jsonl import NOT_FINITE, read_jsonl
 
+# begun for a rollout, and generated again, or continued, in a later one
+GIVEN_BACK = (DropReason.RETURNED_PARTIAL.value, DropReason.RETURNED_PRISTINE.value)
 SAVE_FAILED = "rollout/save_failed"  # 1 after a checkpoint that could not be written, else 0
 
 # label -> names that may carry it, the first that a run has wins
@@ -124,10 +126,16 @@ def series_of(records: Iterable[Mapping[str, Any]], num_unreadable: int = 0) -> 
     return RunRecords(series, num_unreadable)
 
 
+def _by_reason(counts: Mapping[str, int]) -> str:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if count)
+    return f" ({reasons})" if reasons else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class LedgerTotals:
     """Samples of a run: sampled = trained + the sum of dropped, by reason; also those that were
-    planned and did not train. `copies`: further rows that a custom converter made of samples;
+    planned and did not train. A sample that was given back counts again where a later rollout has
+    it; as text it is named apart. `copies`: further rows that a custom converter made of samples;
     trained and dropped count rows.
     """
 
@@ -144,13 +152,16 @@ class LedgerTotals:
         return self.sampled + self.copies - self.trained - sum(self.dropped.values())
 
     def __str__(self) -> str:
-        reasons = ", ".join(
-            f"{count} {reason}" for reason, count in sorted(self.dropped.items()) if count
-        )
-        total = sum(self.dropped.values())
         copies = f" + {self.copies} copies" if self.copies else ""
-        return f"{self.sampled} sampled{copies} = {self.trained} trained + {total} dropped" + (
-            f" ({reasons})" if reasons else ""
+        gone = {reason: n for reason, n in self.dropped.items() if reason not in GIVEN_BACK}
+        back = {reason: n for reason, n in self.dropped.items() if reason in GIVEN_BACK}
+        return (
+            f"{self.sampled - sum(back.values())} sampled{copies} = {self.trained} trained + "
+            f"{sum(gone.values())} dropped{_by_reason(gone)}"
+        ) + (
+            f"; {sum(back.values())} more were begun and given back{_by_reason(back)}"
+            if any(back.values())
+            else ""
         )
 
 

@@ -3,6 +3,8 @@ waiting, and `slime ledger` names whoever breaks that.
 """
 
 import random
+import re
+import shutil
 import sys
 import threading
 import types
@@ -13,15 +15,18 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.ledger_runs import SimulatedRun, edit_entries, proof_of
 from support.manager import dirty_rollout, manager_of
+from support.recordings import edit_column
 from support.rollout_args import rollout_args, write_prompts
 
 from slime.data import run_ledger as entries
 from slime.data.ledger_audit import difference, overlaps
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files.ledger_file import FILE_NAME, decode_entry, encode_entry
+from slime.files.rollout_dump import read_rollout_dump, save_debug_rollout_data
 from slime.harness.ledger import main as ledger_main
 from slime.prompts import data_source as data_source_module
 from slime.prompts.data_source import RolloutDataSourceWithBuffer
+from slime.recording.reader import Recording
 
 NUM_GPUS = 0
 
@@ -44,7 +49,8 @@ def test_after_kills_at_any_moment_every_sample_is_accounted_for_once(tmp_path, 
         assert (status, proof["culprits"]) == (0, []), seed
         gone = sum(proof["dropped"].values())
         assert proof["rollouts"] == 8 and proof["trained"] > 0
-        assert proof["sampled"] == proof["trained"] + gone + proof["waiting"]
+        assert proof["sampled"] == proof["trained"] + gone
+        assert proof["handed_out"] == proof["sampled"] + proof["waiting"]
         first_epoch = proof["epochs"]["0"]
         assert first_epoch == {"prompts": 7, "used": 7, "waiting": 0}
 
@@ -168,6 +174,93 @@ def test_what_was_planted_is_named(finished, capsys, name):
     status, proof = proof_of(finished, capsys)
     assert status == 1 and any(words in one["message"] for one in proof["culprits"])
     assert ledger_main([str(finished)]) == 1 and "PROBLEM" in capsys.readouterr().out
+
+
+@pytest.fixture
+def recorded(recorded_run, tmp_path):
+    """A copy of a run that was recorded and dumped: its folder, with recording/ and dumps/ in it."""
+    shutil.copytree(recorded_run.parent / "run", tmp_path / "run")
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    for name in ("recording", "dumps", "save"):
+        shutil.copytree(recorded_run.parent / name, tmp_path / name)
+        config = config.replace(str(recorded_run.parent / name), str(tmp_path / name))
+    (tmp_path / "run" / "config.yaml").write_text(config)
+    edit_entries(tmp_path / "save", lambda entry: moved(entry, str(tmp_path / "run")))
+    return tmp_path
+
+
+def moved(entry, run_dir):
+    return {**entry, "run_dir": run_dir} if entry["kind"] == "start" else entry
+
+
+def first_row(folder, column, wanted):
+    values = Recording(folder / "recording").rollout(1).table("samples")[column].to_pylist()
+    return values.index(wanted)
+
+
+def reject_one(folder):
+    row = first_row(folder, "valid", True)
+    for column, value in (("valid", False), ("reason", "bad_token")):
+        edit_column(folder / "recording", "samples", column, row, lambda _, value=value: value)
+
+
+def accept_one(folder):
+    row = first_row(folder, "valid", False)
+    for column, value in (("valid", True), ("reason", None)):
+        edit_column(folder / "recording", "samples", column, row, lambda _, value=value: value)
+
+
+def forget_a_sample(folder):
+    edit_column(folder / "recording", "columns", "sample_index", 3, lambda _: 0)
+
+
+def train_in_another_step(folder):
+    edit_column(folder / "recording", "schedule", "step", 3, lambda step: 1 - step)
+
+
+def train_on_no_rank(folder):
+    edit_column(folder / "recording", "train", "dp_rank", 3, lambda _: -1)
+
+
+def dump_without_a_sample(folder):
+    edit_dump(folder, lambda samples: samples[1:])
+
+
+def dump_of_a_rejected_sample(folder):
+    def reject(samples):
+        one = next(sample for sample in samples if sample.valid)
+        one.valid, one.invalid_reason = False, "bad_token"
+        return samples
+
+    edit_dump(folder, reject)
+
+
+def edit_dump(folder, change):
+    samples = read_rollout_dump(folder / "dumps" / "1.parquet")
+    template = str(folder / "dumps" / "{rollout_id}.parquet")
+    save_debug_rollout_data(template, change(samples), rollout_id=1, evaluation=False)
+
+
+@pytest.mark.parametrize("plant, words", [
+    (None, None),
+    (reject_one, r"recording_differs: sample \d+ is planned in the ledger of rollout 1; the recording has bad_token"),
+    (accept_one, r"recording_differs: sample \d+ was dropped \(\w+\) in .* has no reason against it"),
+    (forget_a_sample, r"recording_differs: sample \d+ is in step \d of rollout 1 in the ledger; .* has no step"),
+    (train_in_another_step, r"recording_differs: sample \d+ is in step \d of .* has step \[\d\]"),
+    (train_on_no_rank, r"recording_differs: sample \d+ is in step \d .* has no rank that trained it"),
+    (dump_without_a_sample, r"dump_differs: sample \d+ of rollout 1 is not in 1.parquet"),
+    (dump_of_a_rejected_sample, r"dump_differs: sample \d+ is planned in .*; the dump has bad_token"),
+])  # fmt: skip
+def test_the_books_are_those_of_the_recording_and_the_dumps(plant, words, recorded, capsys):
+    """Verdicts, steps and trained samples of a real run agree in all three; one value that was
+    changed in the recording or in a dump is named with its sample."""
+    if plant is not None:
+        plant(recorded)
+    status = ledger_main([str(recorded / "run")])
+    shown = capsys.readouterr().out
+    assert "2 rollouts in the recording, 2 rollouts in dumps" in shown, shown
+    assert status == int(plant is not None), shown
+    assert plant is None or re.search(f"PROBLEM {words}", shown), shown
 
 
 def test_a_resume_with_books_that_do_not_fit_is_refused(finished, tmp_path):

@@ -443,5 +443,15 @@ def test_ledger_equation_is_written_out():
     assert ledger.missing == 1
 
 
+def test_samples_that_were_given_back_are_not_sampled_twice():
+    """A later rollout samples them again: `slime ledger` counts them once, and so does the summary."""
+    ledger = LedgerTotals(24, 15, {"truncated": 1, "returned_pristine": 6, "returned_partial": 2})
+    assert str(ledger) == (
+        "16 sampled = 15 trained + 1 dropped (1 truncated); 8 more were begun and given back "
+        "(2 returned_partial, 6 returned_pristine)"
+    )
+    assert ledger.missing == 0
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))
