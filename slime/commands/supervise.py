@@ -75,12 +75,28 @@ class Command:
     def ledger(self) -> Path:
         return Path(self.save or self.run_dir) / FILE_NAME
 
+    @property
+    def checkpoint(self) -> str | None:
+        """The rollout of the last checkpoint, as its folder says; None where there is none."""
+        if self.save is None or not has_megatron_checkpoint(self.save):
+            return None
+        return (Path(self.save) / CHECKPOINT_TRACKER).read_text(errors="replace").strip()
+
+    @property
+    def beginning(self) -> str:
+        """Where the next attempt begins."""
+        if self.save is None:
+            return "as the first began: without --save there is no checkpoint"
+        if self.checkpoint is None:
+            return f"as the first began: {self.save} holds no checkpoint yet"
+        return f"from the checkpoint after rollout {self.checkpoint} in {self.save}"
+
     def words(self) -> list[str]:
         """The command line of the next attempt: as it was given, or from the last checkpoint."""
         options = [*self.options, "--run-dir", self.run_dir]
-        if self.save is None or not has_megatron_checkpoint(self.save):
+        latest = self.checkpoint
+        if self.save is None or latest is None:
             return [*self.start, *options]
-        latest = (Path(self.save) / CHECKPOINT_TRACKER).read_text(errors="replace").strip()
         resumed = [*without_options(options, FIRST_ONLY), "--load", self.save]
         # what a file gives cannot be taken back, only given again
         again = {
@@ -163,7 +179,8 @@ def _loop_of(words: list[str]) -> tuple[list[str], list[str]]:
 @dataclasses.dataclass(frozen=True)
 class Attempt:
     """One attempt that is over. status: as a shell tells it, 128 + the signal's number after one.
-    rollout: the first whose training is not on record, None where the run had not begun.
+    rollout: the first whose training is not on record, None where the run had not begun. load: the
+    folder that it went on from, and checkpoint: which one of --save, by its rollout.
     """
 
     number: int
@@ -172,6 +189,7 @@ class Attempt:
     started: float
     seconds: float
     load: str | None
+    checkpoint: str | None
 
     def __str__(self) -> str:
         how = (
@@ -232,7 +250,10 @@ class Supervisor:
                 if (sentence := self._why_not_again(attempt, failures)) is not None:
                     return self._end(f"{attempt}; {sentence}", attempt.status)
                 pause = min(self.pause_s * 2 ** (number - 1), LONGEST_PAUSE_S)
-                self._say(f"{attempt}; restart {number} of {self.max_restarts} in {pause:g} s")
+                self._say(
+                    f"{attempt}; restart {number} of {self.max_restarts} in {pause:g} s, "
+                    f"{self.command.beginning}"
+                )
                 if not self._pause(pause):
                     return self._end("interrupted: no further attempt", INTERRUPTED)
         raise AssertionError("the last attempt is followed by no other")
@@ -255,8 +276,7 @@ class Supervisor:
     def _attempt(self, number: int) -> tuple[Attempt, bool]:
         """One attempt to its end, and whether its run has begun."""
         before, started = books_at(self.command.ledger), time.time()
-        words = self.command.words()
-        load = self.command.save if has_megatron_checkpoint(self.command.save) else None
+        words, checkpoint = self.command.words(), self.command.checkpoint
         self.process = subprocess.Popen(
             words,
             start_new_session=True,  # a terminal's Ctrl-C comes to the supervisor alone
@@ -274,7 +294,8 @@ class Supervisor:
             failed_rollout(before, after),
             started,
             time.time() - started,
-            load or self.command.load,
+            self.command.load if checkpoint is None else self.command.save,
+            checkpoint,
         )
         with contextlib.suppress(OSError):
             self.log.write(dataclasses.asdict(attempt))

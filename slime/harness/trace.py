@@ -30,6 +30,7 @@ from slime.harness.trace_files import (
     read_traces,
     total_seconds,
     windows_of,
+    with_restarts,
 )
 from slime.harness.trace_names import names_table
 
@@ -74,7 +75,8 @@ def summarize(traces: Sequence[ProcessTrace], windows: Sequence[Interval]) -> Tr
         )
         busy += own
         rows += _rows_of(trace, windows)
-        rows.append(Row(trace.process, 0, IDLE, 0, seconds - total_seconds(own)))
+        if trace.head:  # no restart is a process
+            rows.append(Row(trace.process, 0, IDLE, 0, seconds - total_seconds(own)))
     spans = [span for trace in traces for span in trace.spans]
     inside = {
         span.rollout for span in spans if span.rollout is not None and _runs_in(span, windows)
@@ -192,15 +194,16 @@ def build_summary(
     """(the phases of the run or of one rollout, its Chrome trace, lines that could not be read).
     ConfigError where there is nothing of it.
     """
-    traces, num_unreadable = read_traces(run_dir)
+    found, num_unreadable = read_traces(run_dir)
+    traces = with_restarts(found)
     windows = windows_of(traces, rollout)
     if not windows:
         known = sorted(
             {span.rollout for t in traces for span in t.spans if span.rollout is not None}
         )
-        found = f"rollouts {numbers_text(known)}" if known else "no spans yet"
+        there = f"rollouts {numbers_text(known)}" if known else "no spans yet"
         wanted = f"rollout {rollout}" if rollout is not None else "a span"
-        raise ConfigError(f"{run_dir} has no trace of {wanted}: it has {found}.")
+        raise ConfigError(f"{run_dir} has no trace of {wanted}: it has {there}.")
     shown = None if rollout is None else windows
     return summarize(traces, windows), chrome_trace(traces, shown), num_unreadable
 

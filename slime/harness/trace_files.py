@@ -7,6 +7,7 @@ whatever happened to the time of day meanwhile. Between machines the order is th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from slime.tracking.spans import FOLDER, FORMAT_VERSION
 
 REQUESTS = "requests"  # the track of requests
 NESTING_TOLERANCE_NS = 1000
-WAITS = frozenset({"wait", "train_wait"})  # during these the process does nothing itself
+RESTART = "restart"
+WAITS = frozenset({"wait", "train_wait", RESTART})  # during these the process does nothing itself
 
 Interval = tuple[int, int]
 
@@ -51,12 +53,16 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessTrace:
-    """One process: its spans in the order of their start. `head` says what it is."""
+    """One process: its spans in the order of their start. `head` says what it is. `lives`: the
+    first and the last nanosecond of each process that wrote into the file: another one may have had
+    the same name and number.
+    """
 
     process: str
     pid: int
     head: dict[str, Any]
     spans: list[Span]
+    lives: tuple[Interval, ...] = ()
 
 
 @dataclasses.dataclass
@@ -96,6 +102,22 @@ def read_traces(run_dir: str | os.PathLike[str]) -> tuple[list[ProcessTrace], in
     return traces, num_unreadable
 
 
+def with_restarts(traces: list[ProcessTrace]) -> list[ProcessTrace]:
+    """The processes, and where the run was started again one more, "restarts", with a span for each
+    gap: from the last that a start of the run did until the first that the next one does.
+    """
+    lives = [life for one in traces for life in one.lives]
+    drivers = sorted(
+        life for one in traces if one.head.get("role") == "driver" for life in one.lives
+    )
+    gaps = []
+    for _, end in drivers[:-1]:  # the processes of the next start begin after it
+        begun = min(first for first, _ in lives if first > end)
+        last = min(begun, max(last for first, last in lives if first <= end))
+        gaps.append(Span(RESTART, last, begun, 0, None, None, {}))
+    return [*traces, ProcessTrace("restarts", 0, {}, gaps)] if gaps else traces
+
+
 class _Reading:
     """One process's file, record by record. A process of a resumed run may have had the same
     number: its head begins anew.
@@ -106,6 +128,7 @@ class _Reading:
         self._head: dict[str, Any] = {}
         self._shift = 0
         self._spans: list[Span] = []
+        self._heads: list[int] = []  # by process, how many spans stood before its own
         self._open: list[Span] = []
         self._open_until = 0
         self.num_unreadable = 0
@@ -132,6 +155,7 @@ class _Reading:
         offset = int(record["clock_offset"])
         self._shift = self._references.setdefault(str(record["boot_id"]), offset) - offset
         self._head = record
+        self._heads.append(len(self._spans))
         self._open = []  # of a process that is gone
 
     def _take_open(self, record: dict[str, Any]) -> None:
@@ -152,11 +176,17 @@ class _Reading:
             for span in self._open
             if (span.name, span.start, span.thread) not in ended
         ]
+        own = [spans[first:end] for first, end in itertools.pairwise([*self._heads, len(spans)])]
+        lives = tuple(
+            (min(span.start for span in some), max(span.end for span in some))
+            for some in own
+            if some
+        )
         spans.sort(key=lambda span: (span.start, -span.end))
         name, _, pid = self._file.stem.rpartition("-")
         number = int(pid) if pid.isdigit() else 0
         head = self._head
-        return ProcessTrace(head.get("process", name), head.get("pid", number), head, spans)
+        return ProcessTrace(head.get("process", name), head.get("pid", number), head, spans, lives)
 
 
 def _spans_of(record: dict[str, Any], shift: int) -> Iterator[Span]:

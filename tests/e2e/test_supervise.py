@@ -19,6 +19,7 @@ from support.ledger_runs import proof_of
 from slime.commands.supervise import Command, command_of, without_options
 from slime.config.derive import CHECKPOINT_TRACKER
 from slime.exceptions import ConfigError
+from slime.harness.trace import build_summary
 
 NUM_GPUS = 0
 PRETEND = small_run.ROOT / "tests" / "support" / "pretend_run.py"
@@ -145,10 +146,12 @@ def test_a_restart_goes_on_from_its_own_checkpoint_and_not_from_where_the_first_
     ]
     command = command_of([*words, "--lr", "1e-3"])
     assert command.words()[4:-2] == [*words[2:], "--lr", "1e-3"]
+    assert command.beginning == f"as the first began: {tmp_path} holds no checkpoint yet"
     (tmp_path / CHECKPOINT_TRACKER).write_text("12\n")
     assert command.words()[4:] == [
         "--save", str(tmp_path), "--lr", "1e-3", "--run-dir", command.run_dir, "--load", str(tmp_path),
     ]  # fmt: skip
+    assert command.beginning == f"from the checkpoint after rollout 12 in {tmp_path}"
     given = Command(("x",), (), str(tmp_path), "/old", "/run", {"ckpt_step": "run.yaml"})
     assert given.words()[-2:] == ["--ckpt-step", "12"]
     assert without_options(["--load", "a", "--lr", "1"], ["load"]) == ["--lr", "1"]
@@ -168,13 +171,15 @@ def test_a_run_that_is_killed_in_generation_and_in_a_save_loses_and_repeats_noth
     tmp_path, capsys
 ):
     """A real run with partial batches given back; killed with -9 in a rollout and inside a
-    checkpoint, restarted by `slime supervise`: `slime ledger` says OK."""
+    checkpoint, restarted by `slime supervise`: `slime ledger` says OK, over metrics, checkpoints,
+    recording and dumps; `slime trace` names both gaps."""
     from examples.addition.prepare import prepare
 
     data, run = Path(prepare(tmp_path / "addition")), tmp_path / "run"
     options = [
         "--num-rollout", 5, "--save", run / "ckpt", "--save-interval", 1, "--keep-checkpoints", 2,
-        "--over-sampling-batch-size", 10, "--partial-rollout", "--local",
+        "--over-sampling-batch-size", 10, "--partial-rollout", "--local", "--record", run / "rec",
+        "--save-debug-rollout-data", run / "dumps" / "{rollout_id}.parquet", "--trace",
     ]  # fmt: skip
     words = small_run.command(data, run, *options)
     run.mkdir()
@@ -196,7 +201,14 @@ def test_a_run_that_is_killed_in_generation_and_in_a_save_loses_and_repeats_noth
     status, proof = proof_of(run, capsys)
     assert (status, proof["culprits"]) == (0, []), proof
     assert proof["rollouts"] == 5 and proof["starts"] == 3 and proof["superseded"]
-    assert proof["checked"] == {"rollouts in metrics": 5, "checkpoints": 2}
+    kinds = ("metrics", "the recording", "dumps")
+    checked = {f"rollouts in {kind}": 5 for kind in kinds}
+    assert proof["checked"] == {"checkpoints": 2, **checked}
+    assert output.count("from the checkpoint after rollout") == 2, output
+    summary, _, _ = build_summary(run)
+    assert [(row.phase, row.count) for row in summary.rows if row.process == "restarts"] == [
+        ("restart", 2)
+    ]
     assert not running(run)
 
 

@@ -375,6 +375,41 @@ def test_overlapping_requests_have_lanes_of_their_own_and_arrows_to_their_rank(t
     assert [(event["pid"], round(event["ts"] / 1e3)) for event in ends] == [(2, 10), (2, 10)]
 
 
+def test_the_gap_of_a_restart_is_named(tmp_path, capsys):
+    """Two starts of a run, the second by a process with another number or with the same: from the
+    end of what the first did until the second does something; its driver may be the last of it."""
+    clock = {"boot_id": "m", "clock_offset": 0, "version": 1}
+    second = 10**9
+
+    def head(process, pid, role):
+        return {"type": "head", "process": process, "pid": pid, "role": role, **clock}
+
+    def span(name, start, seconds, rollout):
+        times = {"start": start * second, "dur": seconds * second}
+        return {"name": name, **times, "thread": 1, "rollout": rollout}
+
+    first, other = span("load", 1, 2, 0), span("load", 11, 1, 1)
+    write_lines(tmp_path, "actor-0-2", head("actor-0", 2, "actor"), span("train", 2, 2, 0))
+    write_lines(tmp_path, "actor-0-3", head("actor-0", 3, "actor"), span("train", 10, 3, 1))
+    for number in (4, 1):
+        write_lines(tmp_path, "driver-1", head("driver", 1, "driver"), first)
+        again = head("driver", number, "driver"), other
+        if number == 1:
+            (tmp_path / spans.FOLDER / "driver-4.jsonl").unlink()
+            write_lines(tmp_path, "driver-1", head("driver", 1, "driver"), first, *again)
+        else:
+            write_lines(tmp_path, "driver-4", *again)
+        assert trace.main([str(tmp_path)]) == 0
+        table = capsys.readouterr().out
+        (row,) = (line.split() for line in table.splitlines() if line[:8] == "restarts")
+        assert row == ["restarts", "restart", "1", "6.000", "50.0%"], table
+        assert "nothing ran, in any process, for 6.000 s (50.0%)" in table
+        document = json.loads((tmp_path / "trace.json").read_text())
+        check_chrome_trace(document)
+        (gap,) = (one for one in document["traceEvents"] if one["name"] == "restart")
+        assert (gap["ts"], gap["dur"]) == (3e6, 6e6)
+
+
 def test_one_rollout_has_its_own_time(two_processes, tmp_path):
     """--rollout 1 leaves out what rollout 0 did, in the table and in the file."""
     out = tmp_path / "one.json"
