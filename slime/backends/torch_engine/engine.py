@@ -271,6 +271,8 @@ class Engine:
     def _run_commands(self) -> None:
         while self._commands:
             function, future = self._commands.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue  # whoever asked has gone
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
@@ -291,9 +293,9 @@ class Engine:
             request.error = self._failure
             self._conclude(request, {"type": "abort", "message": "the engine failed"})
         while self._commands:
-            self._commands.popleft()[1].set_exception(
-                EngineError(f"the engine has stopped: {self._failure}")
-            )
+            future = self._commands.popleft()[1]
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineError(f"the engine has stopped: {self._failure}"))
 
     def _take_aborts(self) -> None:
         with self._condition:

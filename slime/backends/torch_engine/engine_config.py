@@ -40,7 +40,7 @@ class EngineConfig:
     num_threads: int = 1
     served_model_name: str | None = None
     weight_version: str = "0"
-    max_request_bytes: int = 64 * 2**20
+    max_request_bytes: int = 32 * 2**20
 
     def __post_init__(self) -> None:
         _require(

@@ -18,19 +18,25 @@ logger = logging.getLogger(__name__)
 
 # For a whole JSON body, and for each part of weights.
 BODY_SECONDS = 60.0
+# Nobody else is served while JSON is read, and 60 MB of empty lists take seconds and gigabytes. So
+# marks are counted before, those in texts too, in bodies from COUNTED_BYTES on.
+COUNTED_BYTES = 2**20
+MOST_MARKS = {b"[": 500_000, b"{": 500_000, b":": 500_000, b",": 4_000_000}
 
 
-class _HideMalformed(logging.Filter):
-    """Drops the stack that aiohttp logs for bytes that are not HTTP/1: the router tries HTTP/2 on
-    every worker, and aiohttp has answered with a 400 by then.
+class _HideFaultsOfClients(logging.Filter):
+    """Drops the stacks that aiohttp logs for bytes that are not HTTP/1 (the router tries HTTP/2 on
+    every worker, and aiohttp has answered with a 400 by then) and for clients that have gone: any
+    number of them could fill a disk.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage))
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, BadHttpMessage | ConnectionError)
 
 
 connection_logger = logging.getLogger(__name__ + ".connections")
-connection_logger.addFilter(_HideMalformed())
+connection_logger.addFilter(_HideFaultsOfClients())
 
 
 @web.middleware
@@ -54,6 +60,9 @@ async def answer_errors(
         )
     except web.HTTPException as error:
         return error_response(error.status, error.text or error.reason)
+    except web.RequestPayloadError as error:
+        # its chunks or its coding are broken: whole headers, and no body that can be read
+        return error_response(400, f"the body cannot be read: {' '.join(str(error).split())}")
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 - a fault of one request must not end the server
@@ -81,6 +90,7 @@ async def read_json_body(request: web.Request) -> dict[str, Any]:
     raw = await arriving(request.read())
     if not raw:
         return {}
+    _check_marks(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -88,6 +98,17 @@ async def read_json_body(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequest(f"the body is a JSON {type(body).__name__}, expected an object.")
     return body
+
+
+def _check_marks(raw: bytes) -> None:
+    if len(raw) < COUNTED_BYTES:
+        return
+    for mark, most in MOST_MARKS.items():
+        if (count := raw.count(mark)) > most:
+            raise BadRequest(
+                f"the body has {count} of {mark.decode()!r}, and this server reads at most {most}. "
+                "Send fewer prompts per request."
+            )
 
 
 def json_response(value: object, *, status: int = 200) -> web.Response:

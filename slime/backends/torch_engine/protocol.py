@@ -84,7 +84,7 @@ def parse_generate(
     params = _spread_params(body.get("sampling_params"), len(items), is_batch, limits)
     # Before anything is made per response: a short body can ask for millions.
     _check_total(params, limits)
-    prompts = [_token_array(ids, name, limits) for ids in _encoded(name, items, tokenizer)]
+    prompts = [_token_array(ids, name, limits) for ids in _encoded(name, items, tokenizer, limits)]
     if tokenizer is None and any(param.stop for param in params):
         raise BadRequest(
             "sampling_params.stop needs a tokenizer, and the model folder has no tokenizer.json. "
@@ -170,9 +170,11 @@ def _prompt_items(
     return name, items, is_batch
 
 
-def _encoded(name: str, items: list[Any], tokenizer: EngineTokenizer | None) -> list[Any]:
+def _encoded(
+    name: str, items: list[Any], tokenizer: EngineTokenizer | None, limits: EngineLimits
+) -> list[Any]:
     return (
-        [tokenizer.encode(item) for item in items]
+        [tokenizer.encode(item, longest=limits.context_length) for item in items]
         if name == "text" and tokenizer is not None
         else items
     )
@@ -195,7 +197,8 @@ def _token_array(ids: object, name: str, limits: EngineLimits) -> np.ndarray:
             "token."
         )
     if len(ids) > limits.context_length:
-        raise _too_long(len(ids), limits)
+        is_beginning = name == "text" and len(ids) > 2 * limits.context_length
+        raise _too_long(f"at least {len(ids)}" if is_beginning else len(ids), limits)
     # bool is an int to Python, and numpy would truncate floats silently.
     if not set(map(type, ids)) <= {int}:
         raise BadRequest(
@@ -264,7 +267,7 @@ def _score_starts(raw: Any, count: int, is_batch: bool, return_logprob: bool) ->
     ]
 
 
-def _too_long(length: int, limits: EngineLimits) -> BadRequest:
+def _too_long(length: int | str, limits: EngineLimits) -> BadRequest:
     return BadRequest(
         f"the prompt has {length} tokens and the context length is {limits.context_length}; with a "
         "response it may have at most"

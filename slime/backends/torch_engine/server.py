@@ -26,6 +26,7 @@ from slime.backends.torch_engine.http_json import (
 )
 from slime.backends.torch_engine.kv_cache import PAGE_SIZE
 from slime.backends.torch_engine.protocol import (
+    MAX_BATCH,
     EngineLimits,
     GenerateCall,
     build_responses,
@@ -47,6 +48,8 @@ HEALTH_GENERATE_TIMEOUT = 20.0
 SHUTDOWN_SECONDS = 5.0
 BACKLOG = 4096
 PAUSE_MODES = ("in_place", "abort")
+# What a call may bring and get that is read and answered in the event loop itself.
+SHORT_BYTES, FEW_RESPONSES, MANY_TOKENS = 16 * 1024, 8, 4096
 
 
 @dataclasses.dataclass
@@ -94,7 +97,7 @@ class EngineServer:
             decoder.vocab_size,
             self.loaded.context_length,
             self.loaded.engine.longest_response,
-            max_responses=config.max_waiting_requests,
+            max_responses=min(config.max_waiting_requests, MAX_BATCH),
         )
 
     @property
@@ -184,10 +187,12 @@ class EngineServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await read_json_body(request)
-        if body.get("text") is None:
+        is_short = request.content_length is not None and request.content_length <= SHORT_BYTES
+        # A text takes seconds to encode, and so does a call for thousands of responses, while every
+        # other client waits for the loop.
+        if is_short and body.get("text") is None and _asks_for_few(body):
             call = self._parse(body)
         else:
-            # A long text takes seconds to encode, and every other client waits for the loop.
             call = await asyncio.to_thread(self._parse, body)
         if call.options.stream:
             return await self._stream(request, call)
@@ -195,6 +200,12 @@ class EngineServer:
         failed = next((item.error for item in call.requests if item.error), None)
         if failed:
             return error_response(500, failed)
+        num_tokens = sum(len(item.output_ids) for item in call.requests)
+        if len(call.requests) + num_tokens <= MANY_TOKENS:
+            return self._answer(call)
+        return await asyncio.to_thread(self._answer, call)
+
+    def _answer(self, call: GenerateCall) -> web.Response:
         responses = build_responses(call.requests, call.options, tokenizer=self.loaded.tokenizer)
         return json_response(responses if call.is_list else responses[0])
 
@@ -278,7 +289,8 @@ class EngineServer:
         rid, everything = body.get("rid"), body.get("abort_all", False)
         if not isinstance(everything, bool):
             raise BadRequest(f"abort_all is {shown(everything)}, expected true or false.")
-        if not everything and (not isinstance(rid, str) or not rid):
+        is_named = isinstance(rid, str) and rid
+        if not is_named and not (everything and rid in (None, "")):
             raise BadRequest(
                 f"rid is {shown(rid)}, expected the rid of a request, or abort_all true."
             )
@@ -418,6 +430,15 @@ def _bind(host: str, port: int) -> socket.socket:
             "another process uses the port, choose"
             " another one, or 0 for any free one."
         ) from None
+
+
+def _asks_for_few(body: dict[str, Any]) -> bool:
+    """Whether the prompts of a short body get few responses each."""
+    params = body.get("sampling_params")
+    n = params.get("n") if isinstance(params, dict) else None
+    return not isinstance(params, list) and (
+        n is None or (isinstance(n, int) and n <= FEW_RESPONSES)
+    )
 
 
 def _event(value: object) -> bytes:

@@ -15,6 +15,8 @@ from slime.models.hf_folder import read_json
 if TYPE_CHECKING:
     import tokenizers
 
+FIRST_CHARACTERS = 8  # for each id that is allowed: so much of a text is encoded first
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineTokenizer:
@@ -50,11 +52,18 @@ class EngineTokenizer:
             bos_token_id=_token_id(backend, config.get("bos_token")),
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, longest: int | None = None) -> list[int]:
         """Returns the ids of `text`, with the beginning-of-sequence token once if the tokenizer
-        adds one.
+        adds one. Of a text that has far more than `longest` ids, those of its beginning: more than
+        twice `longest`.
         """
-        ids = self.backend.encode(text).ids
+        size = len(text) if longest is None else max(1, FIRST_CHARACTERS * longest)
+        while True:
+            # the interpreter's lock is free meanwhile, which it is not in `encode`
+            ids = self.backend.encode_batch_fast([text[:size]])[0].ids
+            if size >= len(text) or (longest is not None and len(ids) > 2 * longest):
+                break
+            size *= 2
         # A rendered chat template has written the token already, and the tokenizer adds it again.
         if len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
             return ids[1:]

@@ -8,6 +8,7 @@ sender is gone.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -77,8 +78,10 @@ class WeightUpdater:
 
         EngineError, and the old weights stay, if the folder cannot be read or does not fit.
         """
-        if not Path(folder).is_dir():
-            raise EngineError(f"model_path {folder!r} is not a folder on the engine's machine.")
+        if not os.path.isdir(folder):  # of Path it is an error for a name that is too long
+            raise EngineError(
+                f"model_path {folder[:300]!r} is not a folder on the engine's machine."
+            )
         with self._lock:
             staged = self._new_staging(copy=False)
             with _refusals():
