@@ -69,12 +69,21 @@ async def graded(args: argparse.Namespace, sample: Any, **kwargs: object) -> flo
 class WatchedRun:
     """A run of `slime train`, the lines that it prints with their times, and its processes."""
 
-    def __init__(self, data: Path, folder: Path, *options: str) -> None:
+    def __init__(
+        self,
+        data: Path,
+        folder: Path,
+        *options: str,
+        module: str = "slime.train",
+        without: tuple[str, ...] = (),
+        paths: tuple[Path, ...] = (),
+    ) -> None:
+        """options: come last and win; without: of OPTIONS; paths: of modules for its processes."""
         self.folder = folder
         words = ["--prompt-data", data / "train.jsonl", "--hf-checkpoint", data / "model"]
-        words += ["--run-dir", folder]
-        command = [sys.executable, "-m", "slime.train", *map(str, words), *OPTIONS, *options]
-        self.process = small_run.launch(command, folder)
+        words += ["--run-dir", folder, *(word for word in OPTIONS if word not in without)]
+        command = [sys.executable, "-m", module, *map(str, words), *options]
+        self.process = small_run.launch(command, folder, paths=paths)
         self.lines: list[tuple[float, str]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -63,12 +63,12 @@ def start(
     return launch(command(data, run_dir, *options, asynchronous=asynchronous), run_dir)
 
 
-def launch(words: list[str], run_dir: Path) -> subprocess.Popen:
-    """A command of a run, as a process group of its own."""
+def launch(words: list[str], run_dir: Path, *, paths: tuple[Path, ...] = ()) -> subprocess.Popen:
+    """A command of a run, as a process group of its own. paths: also searched for modules."""
     environment = {**os.environ, **ENVIRONMENT}
     # inherited by every process of the run, whatever it makes of its command line
     environment[RUN_VARIABLE] = str(run_dir)
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (*paths, ROOT, ROOT / "tests")))
     return subprocess.Popen(
         words,
         cwd=ROOT,
