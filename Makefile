@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-layouts test-mutants test-golden-faults test-storage lint clean
+.PHONY: help train test test-layouts test-mutants test-golden-faults test-storage test-http lint clean
 
 # The first interpreter that starts and is 3.10 to 3.13; `make PYTHON=/path/to/python3.12 train` overrides.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
@@ -24,6 +24,7 @@ help:
 	@echo "make test-mutants  every planted fault against the tests that concern it; prints the survivors (half an hour)"
 	@echo "make test-golden-faults  planted faults that the golden run must catch, each with its first cause (ten minutes)"
 	@echo "make test-storage  disks that fail and processes that die in the middle of every kind of save (five minutes)"
+	@echo "make test-http     100,000 mutated HTTP requests against the engine (two minutes)"
 	@echo "make lint          ruff and mypy only"
 	@echo "make clean         remove .venv and runs/"
 
@@ -56,6 +57,9 @@ test-golden-faults: $(STAMP)
 
 test-storage: $(STAMP)
 	@$(BIN)/python tools/chaos/storage.py --seconds 300 $(ARGS)
+
+test-http: $(STAMP)
+	@$(BIN)/python tools/chaos/engine_http.py $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .
