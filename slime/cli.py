@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,8 @@ from slime import __version__
 from slime.config.specs import nearest_names
 from slime.exceptions import SlimeError
 from slime.tracking.plain_output import keep_output_plain
+
+BROKEN_PIPE = 128 + 13  # as a shell tells that SIGPIPE ended a command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +183,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return BROKEN_PIPE
+
+
+def _nobody_reads() -> bool:
+    """Whether who read the output has gone, as of `slime audit RUN | head`. Nothing more is printed
+    then.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _run(name: str, command: Command, words: list[str]) -> int:

@@ -333,10 +333,10 @@ class Recording:
 
     def recorded_yaml(self, number: int) -> dict[str, Any]:
         """What a start's --config file would hold. `RolloutDataError` where it cannot be read."""
-        path, text = manifest.run_path(self.root, number), self.run_record(number)["options_yaml"]
+        path, record = manifest.run_path(self.root, number), self.run_record(number)
         try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            content = yaml.safe_load(record["options_yaml"])
+        except (KeyError, AttributeError, yaml.YAMLError) as error:
             raise RolloutDataError(f"{path} is damaged: its options_yaml: {error}") from error
         if not isinstance(content, dict):
             raise RolloutDataError(f"{path} is damaged: its options_yaml holds no mapping.")
@@ -359,15 +359,11 @@ def read_run_record(path: Path) -> Mapping[str, Any]:
             f"{path} is of the format {record.get('format')!r}; this version reads "
             f"{manifest.FORMAT!r}."
         )
-    for name, kind, words in (
-        ("options", dict, "JSON object"),
-        ("versions", dict, "JSON object"),
-        ("options_yaml", str, "text"),
-    ):
-        if not isinstance(record.get(name), kind):
+    for name in ("options", "versions"):
+        if not isinstance(record.get(name), dict):
             raise RolloutDataError(
                 f"{path} is damaged: its {name} are of the type "
-                f"{type(record.get(name)).__name__}, and no {words}."
+                f"{type(record.get(name)).__name__}, and no JSON object."
             )
     return record
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import errno
 import json
+import os
 import subprocess
 
 import pytest
@@ -113,6 +115,23 @@ def test_doctor_prints_json():
     findings = json.loads(done.stdout)
     assert {"Python", "torch", "ray", "megatron-core"} <= {finding["name"] for finding in findings}
     assert done.returncode == (1 if any(finding["state"] == "fail" for finding in findings) else 0)
+
+
+def test_a_reader_that_has_gone_ends_a_command_without_a_traceback(monkeypatch):
+    """`slime audit RUN | head` ended with Python's traceback; another broken pipe is an error."""
+
+    def broken(words):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("slime.cli.load_entry", lambda command: broken)
+    with pytest.raises(BrokenPipeError):
+        main(["audit", "x"])
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stream:
+        stream.write("a line that nobody reads")
+        monkeypatch.setattr("sys.stdout", stream)
+        assert main(["audit", "x"]) == 141
 
 
 if __name__ == "__main__":

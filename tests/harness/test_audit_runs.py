@@ -3,6 +3,7 @@ rewards, several runs in a folder, and what the command prints.
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -298,6 +299,24 @@ def test_evaluations_are_apart_from_training_steps(tmp_path):
     result = audit(tmp_path / "rollout_data")
     assert (result.steps, result.evaluations) == (1, 1) and problems(result) == set()
     assert all(len(one.values) == 1 for one in result.series)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_two_runs_in_a_folder_keep_what_was_trained_of_each(tmp_path, apart):
+    """A warm-up and the run after it, of the same steps: what the trainers wrote of both was taken
+    for one step of its own, whose groups and advantages were those of neither."""
+    for name, step in (("warm-up", 0), ("main", 1)):
+        samples = files.samples_of(step)  # other samples, and both are step 0 of their run
+        files.write_slime_rollout(tmp_path / name, 0, samples)
+        files.write_slime_train(tmp_path / name, 0, samples)
+    if apart:  # in folders of names of one's own a step of which there is one belongs together
+        shutil.rmtree(tmp_path / "main")
+        for kind in ("rollout_data", "train_data"):
+            (tmp_path / "warm-up" / kind).rename(tmp_path / f"my-{kind}")
+    result = audit(tmp_path)
+    assert problems(result) == set() and not result.notes, result.findings
+    assert result.samples == (1 if apart else 2) * files.GROUPS * files.SIZE
+    assert result.columns["log_probs"] == result.columns["reward"] == result.samples
 
 
 def test_two_runs_in_a_folder_have_series_of_their_own(tmp_path):

@@ -205,28 +205,49 @@ def read_tables(found: Found, options: ReadOptions) -> Iterator[SampleTable]:
     noted in `found`, and the rest goes on.
     """
     options = dataclasses.replace(options, report=found.cannot_read)
-    train: dict[int, list[Source]] = collections.defaultdict(list)
-    rollouts = []
-    for source in found.sources:
-        if source.shape.role == "train":
-            train[_NO_STEP if source.step is None else source.step].append(source)
-        else:
-            rollouts.append(source)
-    claims = collections.Counter(
-        source.step for source in rollouts if not is_evaluation_name(source.path)
-    )
+    rollouts = [source for source in found.sources if source.shape.role != "train"]
+    train = _train_of(rollouts, [one for one in found.sources if one.shape.role == "train"])
     for source in sorted(rollouts, key=_order):
         for part in _parts(source, found, options):
             rows: list[Row] = []
             files = [source.path]
-            if not part.is_evaluation and claims[source.step] == 1 and part.step == source.step:
-                rows, more = _train_rows(train.pop(part.step, []), found, options)
+            if not part.is_evaluation and part.step == source.step:
+                rows, more = _train_rows(train.pop(source.path, []), found, options)
                 files += more
             yield from _table(part, rows, files, source, found)
-    for step in sorted(train):
-        rows, files = _train_rows(train[step], found, options)
+    for sources in sorted(train.values(), key=lambda some: _order(some[0])):
+        rows, files = _train_rows(sources, found, options)
         if rows:
-            yield from _table(Part(step, []), rows, files, train[step][0], found)
+            step = _NO_STEP if sources[0].step is None else sources[0].step
+            yield from _table(Part(step, []), rows, files, sources[0], found)
+
+
+def _train_of(rollouts: list[Source], train: list[Source]) -> dict[Path, list[Source]]:
+    """By the file of a rollout, what was trained of it: of the same step and run; where the two
+    lie in folders of their own, of the step that only one run has. By their own file those of
+    which no rollout, or more than one, is there.
+    """
+    by_run: dict[tuple[Path, int | None], list[Source]] = collections.defaultdict(list)
+    by_step: dict[int | None, list[Source]] = collections.defaultdict(list)
+    for source in rollouts:
+        if not is_evaluation_name(source.path):
+            by_run[_home_of(source.path), source.step].append(source)
+            by_step[source.step].append(source)
+    trained: dict[tuple[Path, int | None], list[Source]] = collections.defaultdict(list)
+    for source in train:
+        trained[_home_of(source.path), source.step].append(source)
+    homes = collections.Counter(step for _, step in trained)
+    found: dict[Path, list[Source]] = {}
+    for (home, step), sources in trained.items():
+        same = by_run.get((home, step)) or (by_step[step] if homes[step] == 1 else [])
+        found[same[0].path if len(same) == 1 else sources[0].path] = sources
+    return found
+
+
+def _home_of(path: Path) -> Path:
+    """The folder that the rollouts of a run and what was trained of them lie below."""
+    run = run_of(path)
+    return run.parent if run.name in ("rollout_data", "train_data") else run
 
 
 def _order(source: Source) -> tuple[str, int, str]:
