@@ -238,14 +238,18 @@ def report_of(recording: Recording, checks: Sequence[Check]) -> Report:
     report = Report(str(recording.root), "this code")
     for one in checks:
         report.rollouts += _in_order(one)
-    report.notes = [
-        f"rollout {one.rollout_id} {one.stage} is not compared: {one.skipped}"
-        for one in checks
-        if one.skipped is not None
-    ]
-    report.notes += [
-        f"rollout {one.rollout_id} {one.stage}: {one.lacks}" for one in checks if one.lacks
-    ]
+    about: dict[str, list[int]] = {}  # by sentence, the rollouts that it is about
+    for one in checks:
+        if one.skipped is not None:
+            about.setdefault(f"{one.stage} is not compared: {one.skipped}", []).append(
+                one.rollout_id
+            )
+    for one in checks:
+        if one.lacks:
+            about.setdefault(f"{one.stage}: {one.lacks}", []).append(one.rollout_id)
+    for sentence, rollouts in about.items():
+        more = f" (and {len(rollouts) - 1} more)" if len(rollouts) > 1 else ""
+        report.notes.append(f"rollout {rollouts[0]}{more} {sentence}")
     return report
 
 

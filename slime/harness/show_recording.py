@@ -117,5 +117,5 @@ def verdict_of(judged: JudgedSamples, row: int) -> list[str]:
     if judged.dropped_by[row] is not None:
         return [f"dropped   before the gate: {printable(str(judged.dropped_by[row]))}"]
     detail = judged.details[row]
-    lines = [] if detail is None else [f"gate      {printable(detail)}"]
+    lines = [] if not detail else [f"gate      {printable(detail)}"]
     return lines + (["dropped   by the gate"] if judged.dropped[row] else [])

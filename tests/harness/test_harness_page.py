@@ -246,7 +246,7 @@ def test_the_collapsed_run_is_what_the_page_says(workplace, capsys):
     assert cli.main(shlex.split("diff tests/golden/run tests/golden/collapsed --to 1")) == 1
     shown = capsys.readouterr().out
     walk = sections()["My reward collapsed"]
-    for line in re.search(r"```\n(first difference.*?)```", walk, re.DOTALL)[1].splitlines():
+    for line in re.search(r"```\n(different: .*?)```", walk, re.DOTALL)[1].splitlines():
         assert line.strip() in shown, line
     words = "replay tests/golden/collapsed --rollout 0 --stage rewards"
     assert cli.main(shlex.split(words)) == 1

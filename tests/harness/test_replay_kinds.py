@@ -92,7 +92,9 @@ def test_every_way_to_train_is_repeated_bit_for_bit(kind, tmp_path, monkeypatch,
     recording = str(tmp_path / "rec")
     assert command.main([recording, "--rescore"]) == 0, capsys.readouterr().out
     assert "could not" not in capsys.readouterr().out
-    assert command.main([recording, "--stage", "train"]) == 0, capsys.readouterr().out
+    # a training is a run of its own: of the kind in the suite only that with an optimizer's state
+    chosen = ["--rollout", "1"] if kind == CHEAPEST else []
+    assert command.main([recording, "--stage", "train", *chosen]) == 0, capsys.readouterr().out
     assert "could not" not in capsys.readouterr().out
 
 

@@ -5,6 +5,7 @@ run writes or sends.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,6 +82,11 @@ def given_options(words: Sequence[str]) -> dict[str, Any]:
     """The options of `slime train` that the words give, by name. ConfigError for words that are no
     options, and for reward types and functions that do not exist: nothing could be compared.
     """
+    return dict(_parsed(tuple(words)))
+
+
+@functools.lru_cache(maxsize=4)  # every stage of every rollout asks, and parsing takes 40 ms
+def _parsed(words: tuple[str, ...]) -> Mapping[str, Any]:
     line = parse_command_line(list(words), None)
     if line.help_word is not None or line.print_config:
         raise ConfigError("slime replay takes options of slime train, without --help among them.")
