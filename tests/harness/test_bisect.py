@@ -124,7 +124,9 @@ def test_the_planted_commit_is_found_with_its_cause(recorded_run, history, check
 def test_the_replay_of_each_commit_is_the_judge(recorded_run, history, capsys):
     """Without --command, `slime replay` of the commit itself decides, and names the first cause."""
     _, commits = history
-    assert main(words_of(recorded_run, history, "--rollout", "1", "--stage", "rewards")) == 0
+    near = ["--good", commits[2], "--bad", commits[4]]  # a replay takes seconds
+    words = words_of(recorded_run, history, "--rollout", "1", "--stage", "rewards", *near)
+    assert main(words) == 0
     out = capsys.readouterr().out
     assert f"first bad commit: {commits[3]}" in out and "subject: Rewards are clearer" in out
     assert "first difference in the data: rollout 1, baseline: sample " in out
