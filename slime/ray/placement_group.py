@@ -19,7 +19,7 @@ from slime.exceptions import ConfigError
 from slime.ray import actors, placement
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.placement import TRAIN_FRACTION, Placement
-from slime.ray.rollout import RolloutManagerActor
+from slime.ray.rollout_process import RolloutManagerActor
 from slime.ray.utils import add_default_ray_env_vars
 from slime.utils.doors import open_door
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -58,7 +57,6 @@ from slime.rollout.engine_client import set_engines
 from slime.rollout.generate_state import SharedState
 from slime.rollout.reward_checks import RewardWatch
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.supervision.heart import ROLLOUT_MANAGER, start_heart
 from slime.tracking.spans import set_rollout, span, spanned, start_tracing
 from slime.tracking.timer import Timer, timer
 from slime.tracking.tracking import (
@@ -553,44 +551,6 @@ class RolloutManager:
         metrics["rollout/step"] = compute_rollout_step(self.args, rollout_id)
         log(self.args, metrics, step_key="rollout/step")
         return ledger
-
-
-class RolloutManagerActor(RolloutManager):
-    """`RolloutManager` in its process. What its start raises, `ready` raises: Ray would abort the
-    process, with pages of native stack.
-    """
-
-    def __init__(self, args: argparse.Namespace, pg: tuple) -> None:
-        start_heart(ROLLOUT_MANAGER)
-        self._failure: Exception | None = None
-        self._is_warm = False
-        try:
-            super().__init__(args, pg)
-        except Exception as error:  # noqa: BLE001 - raised again by `ready`
-            self._failure = error
-
-    def generate(self, rollout_id: int) -> list[Box] | None:
-        boxes = super().generate(rollout_id)
-        if not self._is_warm:
-            # What a first rollout loaded stays. Python's full collections would walk over all of
-            # it, 0.2 s in the middle of a later rollout.
-            with span("collect_garbage"):
-                gc.collect()
-                gc.freeze()
-            self._is_warm = True
-        return boxes
-
-    def ready(self) -> None:
-        """Returns once the engines answer; raises what kept the manager from starting."""
-        if self._failure is not None:
-            raise self._failure
-
-    def dispose(self) -> None:
-        """Stops engines and writers, as far as they were started."""
-        if self._failure is None:
-            super().dispose()
-        else:
-            finish_tracking(self.args, primary=False)
 
 
 def _load_optional(path: str | None) -> Any:

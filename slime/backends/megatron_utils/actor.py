@@ -23,7 +23,7 @@ from slime.accelerator import get_accelerator
 from slime.accelerator.host_memory import OffloadedTensors
 from slime.accelerator.process_groups import get_gloo_group
 from slime.backends.megatron_utils import actor_state, checkpoint, checkpoint_files, initialize
-from slime.backends.megatron_utils.checkpoint_files import Retention, published_iterations
+from slime.backends.megatron_utils.checkpoint_files import Retention, retention_of
 from slime.backends.megatron_utils.data import (
     get_data_iterator,
     log_consistency,
@@ -42,7 +42,7 @@ from slime.backends.megatron_utils.log_prob_capture import (
 from slime.backends.megatron_utils.log_prob_plan import LogProbPlan, reasons_to_recompute_log_probs
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.model import forward_only, train
-from slime.backends.megatron_utils.model_provider import virtual_pipeline_size
+from slime.backends.megatron_utils.model_provider import parallel_config
 from slime.backends.megatron_utils.optimizer import setup_model_and_optimizer, training_tensors
 from slime.backends.megatron_utils.recorder import TrainRecorder
 from slime.backends.megatron_utils.trained_samples import (
@@ -166,16 +166,7 @@ class MegatronTrainRayActor(TrainRayActor):
     @property
     def train_parallel_config(self) -> dict[str, int]:
         """What the rollout side needs to split samples for these ranks."""
-        group = (
-            self.args.microbatch_group_size_per_vp_stage or self.args.pipeline_model_parallel_size
-        )
-        return {
-            "dp_size": mpu.get_data_parallel_world_size(with_context_parallel=False),
-            "cp_size": mpu.get_context_parallel_world_size(),
-            "tp_size": mpu.get_tensor_model_parallel_world_size(),
-            "vpp_size": virtual_pipeline_size(self.args) or 1,
-            "microbatch_group_size_per_vp_stage": group,
-        }
+        return parallel_config(self.args)
 
     # --- one rollout ------------------------------------------------------------------------------
 
@@ -471,19 +462,11 @@ class MegatronTrainRayActor(TrainRayActor):
                     self.opt_param_scheduler,
                     save_dir=folder,
                     write_extra=lambda writing: self._save_with_ledger(writing, rollout_id),
-                    retention=self._retention(),
+                    retention=retention_of(self.role, args.keep_checkpoints, args.save),
                 )
         if args.save_hf is not None and self.role == "actor":
             with span("save_hf"):
                 checkpoint.save_hf_checkpoint(args, rollout_id, self.model)
-
-    def _retention(self) -> Retention:
-        keep = self.args.keep_checkpoints
-        if self.role != "critic" or keep is None or self.args.save is None:
-            return Retention(keep)
-        # The critic's is published first. Until the policy's is, which may fail, the critics of the
-        # policy's checkpoints must stay.
-        return Retention(keep + 1, also=frozenset(published_iterations(self.args.save)))
 
     def finish_recording(self) -> None:
         """Returns when what this rank recorded is on the disk."""

@@ -194,6 +194,15 @@ class Retention:
     also: Collection[int] = ()
 
 
+def retention_of(role: str, keep: int | None, save: str | None) -> Retention:
+    """What a save of this role leaves. keep: --keep-checkpoints; save: the policy's folder."""
+    if role != "critic" or keep is None or save is None:
+        return Retention(keep)
+    # The critic's is published first. Until the policy's is, which may fail, the critics of the
+    # policy's checkpoints must stay.
+    return Retention(keep + 1, also=frozenset(published_iterations(save)))
+
+
 def prune(save: str | Path, retention: Retention, *, current: int) -> list[int]:
     """Deletes all checkpoints up to `current` that `retention` does not keep; returns the deleted
     iterations.

@@ -59,6 +59,18 @@ def virtual_pipeline_size(args: argparse.Namespace) -> int | None:
     )
 
 
+def parallel_config(args: argparse.Namespace) -> dict[str, int]:
+    """What the rollout side needs to split samples for these ranks."""
+    group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    return {
+        "dp_size": mpu.get_data_parallel_world_size(with_context_parallel=False),
+        "cp_size": mpu.get_context_parallel_world_size(),
+        "tp_size": mpu.get_tensor_model_parallel_world_size(),
+        "vpp_size": virtual_pipeline_size(args) or 1,
+        "microbatch_group_size_per_vp_stage": group,
+    }
+
+
 def params_dtype(args: argparse.Namespace) -> torch.dtype:
     """The dtype of the model's parameters: bfloat16, float16 or float32."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
