@@ -115,11 +115,15 @@ class JsonlTail:
     JSON object, or not the one that was written. Records come without their checksum.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, from_end: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, from_end: bool = False, offset: int = 0
+    ) -> None:
         self.path = Path(path)
         self.malformed = 0
         self._rest = b""
-        self._offset = self.path.stat().st_size if from_end and self.path.exists() else 0
+        self._offset = offset
+        if from_end and self.path.exists():
+            self._offset = self.path.stat().st_size
 
     @property
     def ends_torn(self) -> bool:

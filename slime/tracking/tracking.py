@@ -148,6 +148,7 @@ class Tracking:
         self._axes = StepAxes(before)
         self.process = uuid.uuid4().hex[:8]
         self.collectors: list[list[dict[str, Any]]] = []
+        self._logged: dict[tuple[str, Any], set[str]] = {}
         self._lock = threading.Lock()
         self._writer = None if run_dir is None else JsonlWriter(Path(run_dir) / FILE_NAME)
         self._stop = threading.Event()
@@ -177,12 +178,28 @@ class Tracking:
             collector.append(
                 {"step_key": step_key, "step": record["step"], "metrics": record["metrics"]}
             )
+        if logged := self._logged.get((step_key, record["step"])):
+            values = {name: value for name, value in values.items() if name not in logged}
+            record["metrics"] = {
+                name: value for name, value in record["metrics"].items() if name not in logged
+            }
+            if not record["metrics"]:
+                return
         if self._writer is not None:
             if self.lost[FILE_NAME]:
                 record["lost_before"] = self.lost[FILE_NAME]
             with self._lock:
                 self._attempt(FILE_NAME, lambda: self._writer.write(record))
         self._send(values, step_key)
+
+    def skip_logged(self, offset: int) -> None:
+        """From now on `log` leaves out what the file holds from `offset` on."""
+        if self._writer is None:
+            return
+        for record in JsonlTail(self._writer.path, offset=offset).read():
+            if "step_key" in record:
+                step = record["step_key"], record["step"]
+                self._logged.setdefault(step, set()).update(record["metrics"])
 
     def close(self) -> None:
         """Sends what other processes wrote until now, closes the trackers, and says
@@ -360,6 +377,14 @@ def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> Non
     if hasattr(args, "run_dir") and args.run_dir:
         init_tracking(args, primary=False)
         log(args, metrics, step_key)
+
+
+def skip_logged(offset: int) -> None:
+    """From now on this process logs no value that the metrics file holds, from `offset` on, under
+    the same step: it does again what a process before it has begun.
+    """
+    if _tracking is not None:
+        _tracking.skip_logged(offset)
 
 
 def process_name() -> str:

@@ -541,5 +541,28 @@ def test_the_end_of_a_run_hands_out_the_problems_of_its_report(tmp_path, capsys)
     assert finish_run(args) == [], "a second call has nothing to report"
 
 
+def test_what_an_earlier_process_has_logged_is_not_logged_again(tmp_path):
+    """A process that does a step again logs what the file lacks of it; who collects sees all; and
+    what was logged before the place from which it repeats, of an abandoned branch, is no excuse."""
+    before = logging_utils.Tracking(str(tmp_path))
+    before.log({"train/step": 4, "train/loss": 7.0}, "train/step")
+    offset = os.path.getsize(tmp_path / "metrics.jsonl")
+    before.log({"train/step": 3, "train/loss": 1.0, "train/lr": 0.1}, "train/step")
+    again = logging_utils.Tracking(str(tmp_path))
+    again.skip_logged(offset)
+    again.collectors.append([])
+    again.log({"train/step": 3, "train/loss": 1.0, "train/lr": 0.1}, "train/step")
+    again.log({"train/step": 3, "train/loss": 1.0, "train/new": 5}, "train/step")
+    again.log({"train/step": 4, "train/loss": 2.0}, "train/step")
+    again.log({"rollout/step": 3, "train/loss": 3.0}, "rollout/step")
+    records = read_jsonl(tmp_path / "metrics.jsonl")[0]
+    assert [(one["step_key"], one["step"], one["metrics"]) for one in records[2:]] == [
+        ("train/step", 3, {"train/new": 5}),
+        ("train/step", 4, {"train/loss": 2.0}),
+        ("rollout/step", 3, {"train/loss": 3.0}),
+    ]
+    assert [len(one["metrics"]) for one in again.collectors[0]] == [2, 2, 1, 1]
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))
