@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import importlib.metadata
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -203,6 +204,31 @@ class Gate:
             )
         self.tally.reached(rollout_id + 1, self._bad_format_rate())
 
+    def keep(self, folder: str | Path, rollout_id: int) -> dict[str, Any]:
+        """Writes the history into `folder`, and returns the rest of what another process needs to
+        go on in place of this one, as JSON-able values.
+        """
+        self._history.write(history_path(folder, rollout_id), rollout_id)
+        return {
+            "saved": None if self._saved is None else [str(self._saved[0]), self._saved[1]],
+            "warned_at": self._warned_at,
+            "found_shifted_ids": self.tally.found_shifted_ids,
+            "first_rollout": self.tally.first_rollout_id,
+            "recorded": 0 if self._writer is None else _size_of(self._writer.path),
+        }
+
+    def go_on(self, folder: str | Path, rollout_id: int, kept: Mapping[str, Any]) -> None:
+        """Restores what `keep` wrote and returned. Records of later rollouts are removed: these are
+        judged again.
+        """
+        if self._writer is not None and _size_of(self._writer.path) > kept["recorded"]:
+            os.truncate(self._writer.path, kept["recorded"])
+        self.tally.started(kept["first_rollout"])
+        self.load(folder, rollout_id)
+        self.tally.found_shifted_ids = kept["found_shifted_ids"]
+        self._saved = None if kept["saved"] is None else (kept["saved"][0], kept["saved"][1])
+        self._warned_at = dict(kept["warned_at"])
+
     def metrics(self, result: PostprocessResult) -> dict[str, float]:
         """gate/... numbers of a result, with gate/alarm/<name> = 1 for each alarm."""
         return {
@@ -263,6 +289,10 @@ class Gate:
                 self._writer.path,
                 error,
             )
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def history_path(folder: str | Path, rollout_id: int) -> Path:

@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, TypeGuard
 
 from slime.config.rules.rollout import SUPERVISED
@@ -265,6 +265,31 @@ class RolloutDataSource(DataSource):
             "n_samples_per_prompt": self.args.n_samples_per_prompt,
         }
 
+    def whole_state(self) -> dict[str, Any]:
+        """All that another process needs to go on in place of this one, as JSON-able values: the
+        groups that are remembered, also those that rollouts have used up and no checkpoint has
+        behind it.
+        """
+        with self._lock:
+            return {
+                "position": self._state_dict(-1),
+                "used_by": [list(pair) for pair in sorted(self._used_by.items())],
+                "is_told": self._is_told,
+            }
+
+    def restore_whole(self, state: dict[str, Any], rollout_id: int) -> None:
+        """Restores `whole_state`, with `rollout_id` the last rollout that is over: what is out, or
+        was used up later, is served again. ConfigError as `load_state_dict`.
+        """
+        with self._lock:
+            self.load_state_dict(state["position"])
+            self._is_told = state["is_told"]
+            self._used_by = {group: user for group, user in state["used_by"] if user <= rollout_id}
+            self._take_from_waiting(self._used_by.keys())
+
+    def _take_from_waiting(self, group_ids: Collection[int]) -> None:
+        """These groups were used up: they are not served again."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict`. ConfigError where the dataset or its order is not the one that was
         saved.
@@ -454,6 +479,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def _waiting(self) -> set[int | None]:
         return {group_id_of(group) for group in self.buffer}
+
+    def _take_from_waiting(self, group_ids: Collection[int]) -> None:
+        self.buffer = [group for group in self.buffer if group_id_of(group) not in group_ids]
 
     def _state_dict(self, rollout_id: int) -> dict[str, Any]:
         progress = {}

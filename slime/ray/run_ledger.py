@@ -18,6 +18,7 @@ from slime.data.ledger_audit import Books, Culprit, examine
 from slime.data.reasons import DropReason
 from slime.data.run_ledger import (
     RolloutEntry,
+    Runs,
     SavedState,
     Start,
     StreamMark,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Lineage = tuple[tuple[str, int, int], ...]
 OWN_FUNCTIONS = "slime.rollout."
 SHOWN = 5  # culprits in a message
 
@@ -75,25 +77,14 @@ class RolloutLedger:
         """Enters a start whose first rollout is `first`, and returns its name. ConfigError where the
         books of the checkpoint do not fit the data position that was loaded.
         """
-        name = f"{int(time.time())}-{uuid.uuid4().hex[:8]}"
-        mark = self._mark()
-        waiting = runs_of(self.source.waiting_groups(first - 1)) if mark is not None else ()
-        lineage: tuple[tuple[str, int, int], ...] = ()
+        mark, waiting = self._mark(), self._waiting(first)
+        lineage: Lineage = ()
         books, note = None, None
         if first > 0 and self.args.load and mark is not None:
             lineage, books, note = _history(self.args.load, first - 1, mark, waiting)
+        loaded = self.args.load if lineage else None
         self.writer = LedgerWriter(ledger_folder(self.args))
-        self.start = Start(
-            start=name,
-            time=time.time(),
-            run_dir=self.args.run_dir,
-            first=first,
-            lineage=lineage,
-            mark=mark,
-            waiting=waiting,
-            loaded=self.args.load if lineage else None,
-            note=note,
-        )
+        self.start = self._new_start(first, lineage, loaded, note)
         earlier: list = []
         own = Path(self.writer.path)
         if books is not None and os.path.realpath(Path(self.args.load) / FILE_NAME) != (
@@ -101,7 +92,37 @@ class RolloutLedger:
         ):
             earlier = _entries_of(books, lineage)
         self._append([*earlier, self.start])
-        return name
+        return self.start.start
+
+    def go_on(self, start: str, first: int) -> str:
+        """Enters a start that takes the place of `start`, whose process has ended, from rollout
+        `first` on; returns its name. What the other entered of later rollouts is superseded.
+        """
+        self.writer = LedgerWriter(ledger_folder(self.args))
+        before = read_books(self.writer.path).starts[start]
+        own = ((start, before.first, first - 1),) if first > before.first else ()
+        self.start = self._new_start(first, (*before.lineage, *own), before.loaded, None)
+        self._append([self.start])
+        return self.start.start
+
+    def _new_start(
+        self, first: int, lineage: Lineage, loaded: str | None, note: str | None
+    ) -> Start:
+        return Start(
+            start=f"{int(time.time())}-{uuid.uuid4().hex[:8]}",
+            time=time.time(),
+            run_dir=self.args.run_dir,
+            first=first,
+            lineage=lineage,
+            mark=self._mark(),
+            waiting=self._waiting(first),
+            loaded=loaded,
+            note=note,
+        )
+
+    def _waiting(self, first: int) -> Runs:
+        """The groups that are served again by rollout `first` and those after it."""
+        return () if self._mark() is None else runs_of(self.source.waiting_groups(first - 1))
 
     def enter(
         self,
@@ -198,9 +219,15 @@ class RolloutLedger:
         self.writer.sync()
         mark = self._mark()
         own = (self.start.start, self.start.first, rollout_id)
+        # a start in place of another one may begin after this rollout
+        lineage = tuple(
+            (start, first, min(last, rollout_id))
+            for start, first, last in (*self.start.lineage, own)
+            if first <= rollout_id
+        )
         state = SavedState(
             rollout=rollout_id,
-            lineage=(*self.start.lineage, own),
+            lineage=lineage,
             mark=mark,
             waiting=runs_of(self.source.waiting_groups(rollout_id)) if mark is not None else (),
         )
@@ -311,8 +338,13 @@ class TrainLedger:
     """The driver's side: what has trained. `start` is what `RolloutLedger.begin` returned."""
 
     def __init__(self, args: argparse.Namespace, start: str) -> None:
-        self.start = start
+        self.starts = [(0, start)]  # (first rollout, start that has entered its samples)
         self.writer = LedgerWriter(ledger_folder(args))
+
+    def go_on(self, start: str, first: int) -> None:
+        """From rollout `first` on the samples are entered by `start`."""
+        kept = [one for one in self.starts if one[0] < first]
+        self.starts = [*kept, (first, start)]
 
     def enter(
         self, rollout_id: int, num_planned: int, not_trained: Mapping[str, Sequence[int | None]]
@@ -330,7 +362,7 @@ class TrainLedger:
         self.writer.append(
             [
                 TrainedEntry(
-                    start=self.start,
+                    start=next(s for first, s in reversed(self.starts) if first <= rollout_id),
                     rollout=rollout_id,
                     time=time.time(),
                     process=process_name(),
@@ -356,10 +388,11 @@ class TrainLedger:
         self.sync()
         self.writer.close()
         books = read_books(self.writer.path)
-        if self.start not in books.starts:
+        last = self.starts[-1][1]
+        if last not in books.starts:
             logger.warning("the rollout manager's ledger is not at %s here", self.writer.path)
             return
-        found = examine(books, books.lineage(self.start))
+        found = examine(books, books.lineage(last))
         if found.culprits:
             raise RolloutDataError(
                 f"The ledger {self.writer.path} does not add up: {told(found.culprits)}. "

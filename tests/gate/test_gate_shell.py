@@ -349,6 +349,27 @@ def test_a_resumed_run_has_the_records_of_one_that_was_not_interrupted(
     )
 
 
+def test_a_gate_in_another_process_goes_on_as_if_it_were_the_same(tmp_path):
+    """Its records, levels, alarms and warnings are those of one gate; what the other had recorded of
+    the rollout that is judged again is removed."""
+    spec = FormatSpec(pairs=(TagPair("<answer>", "</answer>"),))
+    config = GateConfig(format=spec, schedule=(ScheduleStep(Level.LENIENT, below_rate=0.04),))
+    whole = Gate(config, run_dir=tmp_path / "whole", window=3)
+    drive(whole, 0, 10, tmp_path / "c", ahead=0)
+    lost = Gate(config, run_dir=tmp_path / "healed", window=3)
+    lost.tally.started(0)
+    drive(lost, 0, 6, tmp_path / "d", ahead=0)
+    kept = json.loads(json.dumps(lost.keep(tmp_path / "kept", 5)))
+    lost.run(shifting(6), 6)
+    lost.close()
+    healed = Gate(config, run_dir=tmp_path / "healed", window=3)
+    healed.go_on(tmp_path / "kept", 5, kept)
+    drive(healed, 6, 10, tmp_path / "d", ahead=0)
+    expected = list(map(without_times, records(tmp_path / "whole")))
+    assert list(map(without_times, records(tmp_path / "healed"))) == expected
+    assert healed._warned_at == whole._warned_at
+
+
 def test_what_a_history_lacks_is_said_once_and_skipped(tmp_path, caplog):
     """A damaged line of the history costs its rollout, a missing, foreign or headless file is
     warned about once, and none of them stops a resume."""

@@ -55,6 +55,24 @@ def test_after_kills_at_any_moment_every_sample_is_accounted_for_once(tmp_path, 
         assert first_epoch == {"prompts": 7, "used": 7, "waiting": 0}
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "one rollout ahead"])
+def test_after_lost_managers_every_sample_is_accounted_for_once(tmp_path, capsys, ahead):
+    """Ten runs of eight rollouts whose manager is lost at random moments, also after a rollout was
+    handed out and before it has trained; then a resume from the checkpoint of the last."""
+    for seed in range(10):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        run = SimulatedRun(folder, seed, ahead=ahead)
+        run.with_lost_managers(8, random.Random(seed))
+        status, proof = proof_of(folder / "save", capsys)
+        assert (status, proof["culprits"]) == (0, []), seed
+        assert proof["rollouts"] == 8 and proof["epochs"]["0"] == {"prompts": 7, "used": 7, "waiting": 0}  # fmt: skip
+        assert len(proof["lineage"]) > 1
+        assert run.until_killed(10)
+        status, proof = proof_of(folder / "save", capsys)
+        assert (status, proof["culprits"], proof["rollouts"]) == (0, [], 10), seed
+
+
 def test_what_came_after_the_checkpoint_is_superseded(tmp_path, capsys):
     """Rollouts 2 and 3 of a start that was killed in rollout 3 count once, as the next one ran
     them."""

@@ -58,7 +58,47 @@ class SimulatedRun:
         if first:
             self.source.load(first - 1)
         self.train = TrainLedger(self.args, self.ledger.begin(first))
+        self.states = {first - 1: self.source.whole_state()}
         return first
+
+    def replace_manager(self, last: int) -> None:
+        """Another process in place of the manager's, which handed out rollout `last` last."""
+        before, state = self.ledger.start.start, exact_json.loads(exact_json.dumps(self.states[last]))  # fmt: skip
+        self.ledger.close()
+        self.source = RolloutDataSourceWithBuffer(self.args)
+        self.source.restore_whole(state, last)
+        self.ledger = RolloutLedger(self.args, self.source)
+        self.train.go_on(self.ledger.go_on(before, last + 1), last + 1)
+
+    def handed_out(self, rollout: int, lost: random.Random) -> int:
+        """One rollout, whose manager is lost now and then at a random moment."""
+        while True:
+            self.steps_left = lost.randrange(0, 7)
+            try:
+                num = self.generate(rollout)
+                self.states[rollout] = self.source.whole_state()
+                return num
+            except Killed:
+                self.replace_manager(rollout - 1)
+            finally:
+                self.steps_left = None
+
+    def with_lost_managers(self, last: int, lost: random.Random) -> None:
+        """Runs to rollout `last` - 1 in one driver's process."""
+        first = self.start()
+        planned = {first: self.handed_out(first, lost)} if self.ahead else {}
+        for rollout in range(first, last):
+            ahead = rollout + self.ahead
+            if ahead < last:
+                planned[ahead] = self.handed_out(ahead, lost)
+            if lost.random() < 0.3:  # after it was handed out
+                self.replace_manager(min(ahead, last - 1))
+            self.train.enter(rollout, planned.pop(rollout), {"update_skipped": []})
+            if rollout % 2 or rollout == last - 1:
+                self.save(rollout)
+        self.train.close()
+        self.ledger.close()
+        self.train.writer.close()
 
     def generate(self, rollout: int) -> int:
         """One rollout: some groups are given back, one may be filtered, samples are rejected."""
