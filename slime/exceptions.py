@@ -30,7 +30,9 @@ class NoEngineLeft(SlimeError):
 
 
 class ProcessDied(SlimeError):
-    """A process of the run ended before it had answered."""
+    """A process of the run ended before it had answered. whose: its role, where it is known."""
+
+    whose: str | None = None
 
 
 class SaveError(SlimeError, OSError):

@@ -6,6 +6,7 @@ killed has left of them.
     /tmp/slime-ray-k3j2/token       the cluster's token, mode 0600
     /tmp/slime-ray-k3j2/processes/  the run's processes, for the watch over them
     /tmp/slime-ray-k3j2/r/          Ray's own
+    /dev/shm/slime-ray-k3j2/        what the run keeps in memory, with --recovery-interval
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from slime.supervision.processes import started_at
 
 PLACE = Path("/tmp")  # short: Ray's unix sockets, whose paths end at about 100 characters
+MEMORY = Path("/dev/shm")
 PREFIX = "slime-ray-"
 OWNER = "owner.json"
 # a folder without an owner may be one that is just being made, or of an earlier version
@@ -100,9 +102,17 @@ def end_processes_of(folder: str, *, patience_s: float = 3.0) -> None:
         time.sleep(0.1)
 
 
+def memory_folder(folder: str) -> Path:
+    """Where the run of this folder may keep files in memory; `remove_folder` removes it too."""
+    return MEMORY / Path(folder).name
+
+
 def remove_folder(folder: str, *, patience_s: float = 3.0) -> None:
-    """Removes the folder, also while processes that are just ending still write into it."""
+    """Removes the folder and that in memory, also while processes that are just ending still write
+    into them.
+    """
     deadline = time.monotonic() + patience_s
-    while os.path.exists(folder) and time.monotonic() < deadline:
-        shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.05)
+    for place in (memory_folder(folder), Path(folder)):  # the one that a sweep finds goes last
+        while place.exists() and time.monotonic() < deadline:
+            shutil.rmtree(place, ignore_errors=True)
+            time.sleep(0.05)

@@ -47,12 +47,17 @@ class RunWatch:
     """The watch of the driver; without a folder (--local has one process) it does nothing.
 
     `clean_up` is called before this process is ended by force: when it has not ended `STOP_S` after
-    a loss.
+    a loss. `run_folder`: what is removed with the run, None without one.
     """
 
     def __init__(
-        self, folder: str | None = None, clean_up: Callable[[], None] = lambda: None
+        self,
+        folder: str | None = None,
+        clean_up: Callable[[], None] = lambda: None,
+        *,
+        run_folder: str | None = None,
     ) -> None:
+        self.run_folder = run_folder
         self._clean_up = clean_up
         self._lock = threading.Lock()
         self._has_begun_to_end = False
@@ -150,7 +155,7 @@ def watched_run(
     os.environ[records.FOLDER_VARIABLE] = str(place)
     try:
         start()
-        watch = RunWatch(str(place), clean_up)
+        watch = RunWatch(str(place), clean_up, run_folder=folder)
         with watch.running():
             yield watch
     finally:

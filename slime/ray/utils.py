@@ -37,6 +37,8 @@ DEATH_NOTICE_S = 3.0  # how much later than its peers' errors the death of a pro
 OTHER_ERRORS_S = 0.5  # how much later than the first the same error of another rank may arrive
 
 LOCK_POLL_S = 0.1
+LOCK_OF_UPDATES = "the lock of weight updates"  # its role
+TRAINING_RANKS = "the training ranks"  # as the holder of the lock
 
 # Passed on from the driver to every actor, so that a test or a user sets them once.
 _FORWARDED = (
@@ -87,29 +89,36 @@ def add_default_ray_env_vars(env: dict[str, str] | None = None) -> dict[str, str
 
 @actors.remote(num_cpus=0)
 class Lock:
-    """A non-blocking lock between actors. `acquire()` returns whether it succeeded; `release()`
-    requires that the lock is held.
+    """A non-blocking lock between actors. `acquire(holder)` returns whether it succeeded;
+    `release()` requires that the lock is held.
     """
 
     def __init__(self) -> None:
-        start_heart("the lock of weight updates")
+        start_heart(LOCK_OF_UPDATES)
         self._locked = False
+        self._holder = ""
 
-    def acquire(self) -> bool:
+    def acquire(self, holder: str = "") -> bool:
         got = not self._locked
-        self._locked = True
+        if got:
+            self._locked, self._holder = True, holder
         return got
 
     def release(self) -> None:
         assert self._locked, "release of a lock that is not held"
         self._locked = False
 
+    def release_of(self, holder: str) -> None:
+        """Releases it where `holder`, whose process has ended, holds it."""
+        if self._locked and self._holder == holder:
+            self._locked = False
+
 
 @contextlib.contextmanager
-def held(lock: ActorHandle, *, timeout_s: float) -> Iterator[None]:
+def held(lock: ActorHandle, *, timeout_s: float, holder: str = "") -> Iterator[None]:
     """Holds the engines' lock: two updates must not interleave their buckets."""
     deadline = time.monotonic() + timeout_s
-    while not actors.get(lock.acquire.remote(), timeout=timeout_s):
+    while not actors.get(lock.acquire.remote(holder), timeout=timeout_s):
         if time.monotonic() > deadline:
             raise EngineError(f"another weight update has held the engines for {timeout_s:.0f} s")
         time.sleep(LOCK_POLL_S)
@@ -162,10 +171,11 @@ def wait_for(
                 if death is None:
                     raise
                 dead, cause = death
-                of = "" if names is None else f" of {names[list(refs).index(dead)]}"
-                raise ProcessDied(
-                    f"{what}: the process{of} died. {reason_of_death(cause)}"
-                ) from cause
+                whose = None if names is None else names[list(refs).index(dead)]
+                of = "" if whose is None else f" of {whose}"
+                died = ProcessDied(f"{what}: the process{of} died. {reason_of_death(cause)}")
+                died.whose = whose
+                raise died from cause
         return actors.get(list(refs))
 
 

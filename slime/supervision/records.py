@@ -12,12 +12,16 @@ on machines that do not have the folder, nothing is listed and nothing beats.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import os
+import signal
 import struct
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from slime.files import atomic
@@ -29,6 +33,8 @@ PULSE = struct.Struct("<QH")
 HEAD_AT = 1024
 SIZE = 4096
 PHASE_BYTES = HEAD_AT - PULSE.size
+END_S = 15.0  # that a process may take to end after SIGKILL
+POLL_S = 0.02
 logger = logging.getLogger(__name__)
 
 
@@ -90,6 +96,32 @@ def expect_end(role: str) -> None:
     if folder is not None:
         for path in folder.glob(f"{_file_name(role)}.*"):
             path.unlink(missing_ok=True)
+
+
+def end_by_force(roles: Iterable[str], *, patience_s: float = END_S) -> list[int]:
+    """Takes the processes of these roles out, kills those of this machine, and returns the ids of
+    those that are still there after `patience_s`.
+    """
+    mine = []
+    for role in roles:
+        mine += [one for one in _listed_as(role) if one.node == this_node()]
+        expect_end(role)
+    for record in mine:
+        if started_at(record.pid) == record.started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.pid, signal.SIGKILL)
+    deadline = time.monotonic() + patience_s
+    while left := [one.pid for one in mine if started_at(one.pid) == one.started]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    return left
+
+
+def _listed_as(role: str) -> list[Record]:
+    folder = _folder()
+    paths = [] if folder is None else folder.glob(f"{_file_name(role)}.*")
+    return [record for record in map(read_record, paths) if record is not None]
 
 
 def read_record(path: Path) -> Record | None:
