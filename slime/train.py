@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.commands import launch
@@ -23,6 +23,7 @@ from slime.exceptions import ConfigError, NothingLeft, SaveError
 from slime.harness.live_view import live_view
 from slime.harness.run_records import SAVE_FAILED
 from slime.metrics.statistics import compute_rollout_step
+from slime.ray.healing import NoHealing, RunHealer
 from slime.ray.placement import create_placement_groups
 from slime.ray.placement_group import create_rollout_manager, create_training_models
 from slime.ray.run_ledger import TrainLedger
@@ -53,6 +54,8 @@ class Run:
     # rollout -> versions published when it was begun
     versions_at_start: dict[int, int] = dataclasses.field(default_factory=dict)
     ledger: TrainLedger | None = None  # of the whole run; None where a test drives the loop
+    # whatever asks something of the training ranks does so through it
+    healer: NoHealing = dataclasses.field(default_factory=NoHealing)
 
     @property
     def trainers(self) -> list[Any]:
@@ -82,52 +85,44 @@ def build_run(args: argparse.Namespace, watch: RunWatch) -> Iterator[Run]:
     """
     report(phase="starting engines and trainers")
     placements = create_placement_groups(args)
-    rollout_manager = create_rollout_manager(args, placements["rollout"])
+    healer = RunHealer.from_args(args, watch)
+    rollout_manager = healer.start_manager(
+        functools.partial(create_rollout_manager, args, placements["rollout"])
+    )
     actor = critic = None
     if args.use_fault_tolerance:
-        watch.subscribe("engine", functools.partial(tell_of_lost_engine, rollout_manager))
+        tell = functools.partial(tell_of_lost_engine, rollout_manager)
+        watch.subscribe("engine", healer.unless_with_manager(tell))
     try:
         with watch.needed():
             num_rollout_per_epoch = None
             if args.num_rollout is None:
-                refs = [rollout_manager.get_num_rollout_per_epoch.remote()]
-                (num_rollout_per_epoch,) = wait_for(
-                    refs,
-                    what="counting the prompts",
-                    timeout_s=args.startup_timeout,
-                    option="--startup-timeout",
-                )
+                counted = rollout_manager.get_num_rollout_per_epoch.remote()
+                num_rollout_per_epoch = _at_start(args, counted, "counting the prompts")
             num_rollout, num_rollout_per_epoch = planned_rollouts(args, num_rollout_per_epoch)
             args = with_num_rollout(args, num_rollout)
             if not args.debug_rollout_only:
                 report(phase="loading trainers")
-                actor, critic, start = create_training_models(args, placements, rollout_manager)
+                actor, critic, start = healer.create(
+                    functools.partial(create_training_models, args, placements, rollout_manager)
+                )
             else:
                 start = 0
             report(phase="starting engines")
-            wait_for(
-                [rollout_manager.ready.remote()],
-                what="starting the engines",
-                timeout_s=args.startup_timeout,
-                option="--startup-timeout",
-            )
+            _at_start(args, rollout_manager.ready.remote(), "starting the engines")
             start = start if args.start_rollout_id is None else args.start_rollout_id
             if start > 0 and args.load:
-                wait_for(
-                    [rollout_manager.load.remote(start - 1)],
-                    what="loading the data position",
-                    timeout_s=args.startup_timeout,
-                    option="--startup-timeout",
-                )
-            (start_name,) = wait_for(
-                [rollout_manager.begin_ledger.remote(start)],
-                what="opening the ledger",
-                timeout_s=args.startup_timeout,
-                option="--startup-timeout",
-            )
+                loaded = rollout_manager.load.remote(start - 1)
+                _at_start(args, loaded, "loading the data position")
+            begun = rollout_manager.begin_ledger.remote(start)
+            start_name = _at_start(args, begun, "opening the ledger")
+            ledger = TrainLedger(args, start_name)
+            healer.begin(start, ledger.go_on)
             if actor is not None and not args.debug_train_only:
                 report(phase="updating weights")
-                actor.update_weights()
+                healer.update(actor)
+            if actor is not None:
+                healer.publish(start - 1, is_first=True)
             yield Run(
                 args,
                 rollout_manager,
@@ -136,12 +131,14 @@ def build_run(args: argparse.Namespace, watch: RunWatch) -> Iterator[Run]:
                 start,
                 num_rollout,
                 num_rollout_per_epoch,
-                ledger=TrainLedger(args, start_name),
+                ledger=ledger,
+                healer=healer,
             )
     finally:
         for group in (critic, actor):
             if group is not None:
                 _quietly(group.release)
+        _quietly(healer.close)
         _quietly(
             lambda: wait_for(
                 [rollout_manager.dispose.remote()],
@@ -150,6 +147,12 @@ def build_run(args: argparse.Namespace, watch: RunWatch) -> Iterator[Run]:
                 option=None,
             )
         )
+
+
+def _at_start(args: argparse.Namespace, ref: Any, what: str) -> Any:
+    """What an actor answers before the first rollout."""
+    limit, option = args.startup_timeout, "--startup-timeout"
+    return wait_for([ref], what=what, timeout_s=limit, option=option)[0]
 
 
 def tell_of_lost_engine(rollout_manager: Any, loss: Loss) -> bool:
@@ -208,43 +211,56 @@ def _quietly(action: Callable[[], Any]) -> None:
 
 
 def generate(run: Run, rollout_id: int) -> Any:
-    """The reference to rollout `rollout_id`'s shards, one a data-parallel rank."""
+    """Begins rollout `rollout_id`; what `shards_of` waits for."""
     if run.actor is not None:
         run.versions_at_start[rollout_id] = run.actor.num_published
-    return run.rollout_manager.generate.remote(rollout_id)
+    return run.healer.generate(run.rollout_manager, rollout_id)
+
+
+def shards_of(run: Run, asked: Any, rollout_id: int) -> list:
+    """The shards of a rollout that `generate` began, one a data-parallel rank."""
+    return run.healer.shards(asked, rollout_id, run.args.step_timeout)
 
 
 def train_on(run: Run, rollout_id: int, shards: list) -> None:
     """One rollout's optimizer steps on every rank, with the critic's values where there is one."""
     report(phase="training")
     weight_updates_since_start = run.actor.num_published - run.versions_at_start.pop(rollout_id)
-    values = None
-    if run.critic is not None:
-        refs = run.critic.async_train(rollout_id, shards)
-        values = run.critic.finish_train(refs, rollout_id)
-    results = []
-    if run.critic is None or rollout_id >= run.args.num_critic_only_steps:
+
+    def steps() -> list[Any]:
+        values = None
+        if run.critic is not None:
+            refs = run.critic.async_train(rollout_id, shards)
+            values = run.critic.finish_train(refs, rollout_id)
+        if run.critic is not None and rollout_id < run.args.num_critic_only_steps:
+            return []
         refs = run.actor.async_train(
             rollout_id, shards, values, weight_updates_since_start=weight_updates_since_start
         )
-        results = run.actor.finish_train(refs, rollout_id)
-    log_trained(run.args, rollout_id, shards, results)
+        return run.actor.finish_train(refs, rollout_id)
+
+    results = run.healer.do(steps, steps, rollout_id=rollout_id)
+    log_trained(run.args, rollout_id, shards, results, run.healer.metrics())
     if run.ledger is not None:
         num_planned = sum(box.num_trained for box in shards)
         run.ledger.enter(rollout_id, num_planned, not_trained_of(results))
 
 
 def log_trained(
-    args: argparse.Namespace, rollout_id: int, shards: list, results: Sequence[Any] = ()
+    args: argparse.Namespace,
+    rollout_id: int,
+    shards: list,
+    results: Sequence[Any] = (),
+    healed: Mapping[str, float] | None = None,
 ) -> None:
     """Closes the rollout's ledger: what was planned has trained, but for what the policy's ranks
-    say in their `results`.
+    say in their `results`. healed: metrics of the ranks' healing.
     """
     counts = {reason: len(indices) for reason, indices in not_trained_of(results).items()}
     metrics = finished_metrics(sum(box.num_trained for box in shards), counts)
     tracking.log(
         args,
-        {**metrics, "rollout/step": compute_rollout_step(args, rollout_id)},
+        {**metrics, **(healed or {}), "rollout/step": compute_rollout_step(args, rollout_id)},
         step_key="rollout/step",
     )
 
@@ -265,37 +281,31 @@ def begin_training(run: Run) -> None:
     --offload-train and --release-train ask.
     """
     if run.args.offload_rollout and not run.args.debug_train_only:
-        wait_for(
-            [run.rollout_manager.offload.remote()],
-            what="freeing the engines' memory",
-            timeout_s=run.args.step_timeout,
-        )
-    for group in run.trainers:
-        if run.args.release_train:
-            group.recreate(run.rollout_manager)
-        elif run.args.offload_train:
-            group.onload()
+        what = "freeing the engines' memory"
+        run.healer.sleep_engines(lambda: ask_manager(run, "offload", what=what))
+    if run.args.release_train or run.args.offload_train:
+        run.healer.resume(run.trainers, run.rollout_manager, ends=run.args.release_train)
 
 
 def end_training(run: Run) -> None:
     """Trainers give their memory back until the next rollout is generated."""
-    for group in run.trainers:
-        if run.args.release_train:
-            group.suspend()
-        elif run.args.offload_train:
-            group.offload()
+    if run.args.release_train or run.args.offload_train:
+        run.healer.suspend(run.trainers, ends=run.args.release_train)
 
 
 def update_weights(run: Run) -> None:
     """Gives the engines the trained weights, after the memory that they gave back for training."""
     report(phase="updating weights")
     if run.args.offload_rollout:
-        wait_for(
-            [run.rollout_manager.onload.remote()],
-            what="giving the engines memory",
-            timeout_s=run.args.step_timeout,
-        )
-    run.actor.update_weights()
+        what = "giving the engines memory"
+        run.healer.wake_engines(lambda: ask_manager(run, "onload", what=what))
+    run.healer.update(run.actor)
+
+
+def ask_manager(run: Run, method: str, *values: object, what: str) -> None:
+    """Returns when the rollout manager has done it."""
+    refs = [getattr(run.rollout_manager, method).remote(*values)]
+    wait_for(refs, what=what, timeout_s=run.args.step_timeout)
 
 
 def save(run: Run, rollout_id: int) -> None:
@@ -308,13 +318,9 @@ def save(run: Run, rollout_id: int) -> None:
     try:
         if run.ledger is not None:
             run.ledger.sync()
-        wait_for(
-            [run.rollout_manager.save.remote(rollout_id)],
-            what="saving the data position",
-            timeout_s=run.args.step_timeout,
-        )
-        for group in run.trainers:
-            group.save_model(rollout_id)
+        what = "saving the data position"
+        run.healer.ask(lambda: ask_manager(run, "save", rollout_id, what=what))
+        run.healer.do(lambda: [group.save_model(rollout_id) for group in run.trainers])
     except Exception as error:
         known = slime_error_of(error)
         ends = run.args.save_failure == "end" or rollout_id == run.num_rollout - 1
@@ -346,11 +352,7 @@ def evaluate_at_start(run: Run) -> None:
 def evaluate(run: Run, rollout_id: int) -> None:
     """Scores the evaluation datasets with the engines' current weights."""
     report(phase="evaluating")
-    wait_for(
-        [run.rollout_manager.eval.remote(rollout_id)],
-        what="evaluation",
-        timeout_s=run.args.step_timeout,
-    )
+    run.healer.ask(lambda: ask_manager(run, "eval", rollout_id, what="evaluation"))
 
 
 def train(run: Run) -> None:
@@ -360,9 +362,7 @@ def train(run: Run) -> None:
     evaluate_at_start(run)
     end_training(run)  # of the trainers' start
     for rollout_id in range(run.start_rollout_id, run.num_rollout):
-        (shards,) = wait_for(
-            [generate(run, rollout_id)], what=f"rollout {rollout_id}", timeout_s=args.step_timeout
-        )
+        shards = shards_of(run, generate(run, rollout_id), rollout_id)
         if args.debug_rollout_only:
             continue
         begin_training(run)
@@ -372,6 +372,7 @@ def train(run: Run) -> None:
         if not args.debug_train_only:
             update_weights(run)
         if rollout_id + 1 < run.num_rollout:
+            run.healer.publish(rollout_id)
             end_training(run)
         if evaluates and run.is_due(rollout_id, args.eval_interval):
             evaluate(run, rollout_id + 1)
@@ -387,13 +388,9 @@ def finish_recording(run: Run) -> None:
     """Waits for what --record still writes: processes that stop have no time for it."""
     if run.args.record is None:
         return
-    for group in run.trainers:
-        group.finish_recording()
-    wait_for(
-        [run.rollout_manager.finish_recording.remote()],
-        what="finishing the recording",
-        timeout_s=run.args.step_timeout,
-    )
+    run.healer.do(lambda: [group.finish_recording() for group in run.trainers])
+    what = "finishing the recording"
+    run.healer.ask(lambda: ask_manager(run, "finish_recording", what=what))
 
 
 @contextlib.contextmanager

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime.commands import launch
-from slime.ray.utils import wait_for
 from slime.train import (
     Run,
     evaluate,
     evaluate_at_start,
     generate,
     save,
+    shards_of,
     train_on,
     update_weights,
 )
@@ -32,7 +32,7 @@ def train(run: Run) -> None:
     evaluate_at_start(run)
     ahead = generate(run, run.start_rollout_id) if run.start_rollout_id < run.num_rollout else None
     for rollout_id in range(run.start_rollout_id, run.num_rollout):
-        (shards,) = wait_for([ahead], what=f"rollout {rollout_id}", timeout_s=args.step_timeout)
+        shards = shards_of(run, ahead, rollout_id)
         ahead = generate(run, rollout_id + 1) if rollout_id + 1 < run.num_rollout else None
         if args.debug_rollout_only:
             continue
@@ -43,13 +43,16 @@ def train(run: Run) -> None:
             if ahead is not None:
                 # No weights may change under a running generation, or one sample would mix two
                 # policies unnoticed.
-                wait_for([ahead], what=f"rollout {rollout_id + 1}", timeout_s=args.step_timeout)
+                run.healer.wait(ahead, rollout_id + 1, args.step_timeout)
             update_weights(run)
+            # between two updates the ranks are ahead of the engines, which may need weights again
+            if rollout_id + 1 < run.num_rollout:
+                run.healer.publish(rollout_id)
         if evaluates and run.is_due(rollout_id, args.eval_interval):
             if ahead is not None:
                 # The end of a generation aborts every request on the engines, those of an
                 # evaluation too.
-                wait_for([ahead], what=f"rollout {rollout_id + 1}", timeout_s=args.step_timeout)
+                run.healer.wait(ahead, rollout_id + 1, args.step_timeout)
             evaluate(run, rollout_id + 1)
 
 

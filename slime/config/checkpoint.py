@@ -82,6 +82,15 @@ class CheckpointOptions:
         ),
         minimum=1,
     )
+    recovery_interval: int = option(
+        0,
+        (
+            "Keep the whole training state in memory after every this many rollouts, so that the "
+            "run goes on when a training rank or the rollout manager dies or freezes: they start "
+            "again from it. 0: such a loss ends the run."
+        ),
+        minimum=0,
+    )
     ref_load: str | None = option(
         None,
         (

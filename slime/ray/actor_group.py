@@ -7,13 +7,19 @@ import os
 import shutil
 from typing import Any
 
+from slime.exceptions import SlimeError
 from slime.ray import actors
 from slime.ray.placement import bundle_strategy, device_options
 from slime.ray.train_worker import MEGATRON_ACTOR, TrainWorker
 from slime.ray.utils import STOP_TIMEOUT_S, add_default_ray_env_vars, wait_for
 from slime.supervision.heart import ROLLOUT_MANAGER
-from slime.supervision.records import expect_end
+from slime.supervision.records import end_by_force, expect_end
 from slime.typing import ActorHandle
+
+
+def rank_names(role: str, world_size: int) -> list[str]:
+    """The roles of the processes of a group, in rank order."""
+    return [f"{role} rank {rank}" for rank in range(world_size)]
 
 
 class RayTrainGroup:
@@ -40,13 +46,14 @@ class RayTrainGroup:
         self.world_size = num_nodes * num_gpus_per_node
         self.num_published = 0  # versions that the engines got
         self._place = (actor_path, pg, num_gpus_per_actor)
-        self._handlers = self._allocate(*self._place)
+        self._handlers: list[Any] = []
+        self._allocate()
 
-    def _allocate(self, actor_path: str, pg: tuple, fraction: float) -> list[Any]:
-        group, order, _ = pg
-        handlers: list[Any] = []
+    def _allocate(self) -> None:
+        actor_path, (group, order, _), fraction = self._place
+        handlers = self._handlers = []
         master_addr = master_port = None
-        for rank in range(self.world_size):
+        for rank, name in enumerate(self.names):
             options = device_options(fraction) | {
                 "scheduling_strategy": bundle_strategy(group, order[rank]),
                 "runtime_env": {"env_vars": add_default_ray_env_vars(self.args.train_env_vars)},
@@ -54,7 +61,7 @@ class RayTrainGroup:
             handlers.append(
                 actors.start(
                     TrainWorker,
-                    self._name_of(rank),
+                    name,
                     actor_path,
                     self.world_size,
                     rank,
@@ -68,7 +75,6 @@ class RayTrainGroup:
                     handlers[0].call.remote("get_master_addr_and_port"),
                     timeout=self.args.startup_timeout,
                 )
-        return handlers
 
     def _all(
         self, method: str, *args: object, timeout_s: float | None = None, **kwargs: object
@@ -79,13 +85,23 @@ class RayTrainGroup:
     def _wait(
         self, refs: list[Any], doing: str, timeout_s: float, *, option: str = "--step-timeout"
     ) -> list[Any]:
-        names = [*map(self._name_of, range(self.world_size)), ROLLOUT_MANAGER]
         return wait_for(
-            refs, what=f"{self.role}: {doing}", timeout_s=timeout_s, names=names, option=option
+            refs,
+            what=f"{self.role}: {doing}",
+            timeout_s=timeout_s,
+            names=[*self.names, ROLLOUT_MANAGER],
+            option=option,
         )
 
-    def _name_of(self, rank: int) -> str:
-        return f"{self.role} rank {rank}"
+    @property
+    def names(self) -> list[str]:
+        """The roles of the ranks' processes, in rank order."""
+        return rank_names(self.role, self.world_size)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there are processes: not between `end` and `recreate`."""
+        return bool(self._handlers)
 
     def create(self, rollout_manager: ActorHandle | None = None) -> list[int]:
         """Builds the models; returns each rank's first rollout to run. A rollout manager that
@@ -146,34 +162,74 @@ class RayTrainGroup:
         self._all("update_weights")
         self.num_published += 1
 
+    def count_update(self) -> None:
+        """The ranks note an update that the engines have got from the ranks before these."""
+        self._all("update_weights", sends=False)
+
+    def send_weights_again(self) -> None:
+        """Publishes the weights to new engines as the version that those before had."""
+        self._all("send_weights_again")
+
     def onload(self) -> None:
         self._all("wake_up")
 
     def offload(self) -> None:
         self._all("sleep")
 
+    def state_bytes(self) -> int:
+        """At least as many as `publish_state` writes."""
+        return sum(self._all("state_bytes"))
+
+    def async_publish_state(self, folder: str, iteration: int) -> list[Any]:
+        """Begins to write the ranks' whole state below `folder` as `iteration`; returns the
+        references.
+        """
+        return [
+            handler.call.remote("publish_state", folder, iteration) for handler in self._handlers
+        ]
+
+    def finish_publish_state(self, refs: list[Any]) -> None:
+        """Returns when the state is written. `SaveError` where it does not fit."""
+        self._wait(refs, "publish_state", self.args.step_timeout)
+
     def suspend(self) -> None:
         """Writes the ranks' whole state below the run folder and ends their processes, until
         `recreate`.
         """
-        self._all("suspend", self._suspended_dir)
-        self._end_processes()
+        self.finish_publish_state(self.async_publish_state(self._suspended_dir, 0))
+        self.end()
 
-    def recreate(self, rollout_manager: ActorHandle) -> None:
-        """Starts the ranks again with the state of `suspend`; nothing where they run."""
+    def recreate(
+        self,
+        rollout_manager: ActorHandle,
+        folder: str | None = None,
+        iteration: int | None = None,
+    ) -> None:
+        """Starts the ranks again with the state `iteration` below `folder`, by default with that of
+        `suspend`. Nothing where they run.
+        """
         if self._handlers:
             return
-        self._handlers = self._allocate(*self._place)
-        folder = self._suspended_dir
+        self._allocate()
+        folder = folder or self._suspended_dir
         whole = {
             "load": folder,
             "critic_load": folder,
-            "ckpt_step": None,
+            "ckpt_step": iteration,
             "finetune": False,
             "no_load_optim": False,
             "no_load_rng": False,
         }
         self._init(argparse.Namespace(**{**vars(self.args), **whole}), rollout_manager)
+
+    def start_again(self, rollout_manager: ActorHandle) -> None:
+        """Starts the ranks again as they were first started."""
+        self._allocate()
+        self._init(self.args, rollout_manager)
+
+    def skip_logged(self, offset: int) -> None:
+        """The ranks log nothing that the metrics file holds from `offset` on."""
+        self._all("skip_logged", offset)
 
     @property
     def _suspended_dir(self) -> str:
@@ -193,13 +249,25 @@ class RayTrainGroup:
         """Ends all ranks: they leave their process group, then their processes end. What `suspend`
         wrote goes with them.
         """
-        self._end_processes()
+        self.end()
         shutil.rmtree(self._suspended_dir, ignore_errors=True)
 
-    def _end_processes(self) -> None:
+    def end_now(self) -> None:
+        """Ends all ranks by force, whatever they do, and returns when those of this machine are
+        gone.
+        """
         handlers, self._handlers = self._handlers, []
-        for rank in range(len(handlers)):
-            expect_end(self._name_of(rank))
+        left = end_by_force(self.names)
+        for handler in handlers:
+            actors.kill(handler)
+        if left:
+            raise SlimeError(f"{self.role}: the processes {left} do not end")
+
+    def end(self) -> None:
+        """The ranks leave their process group, then their processes end."""
+        handlers, self._handlers = self._handlers, []
+        for name in self.names if handlers else ():
+            expect_end(name)
         try:
             refs = [handler.call.remote("stop") for handler in handlers]
             if refs:

@@ -176,8 +176,8 @@ class EngineHealer:
 
     def keep_published(self, published: PublishedWeights, taken: Sequence[int] = ()) -> None:
         """A weight update ends, under the lock. `taken`: the external servers that have it."""
-        if self._args.release_train:
-            # the ranks own what they sent, and end now
+        if self._args.release_train or self._args.recovery_interval:
+            # the ranks own what they sent, and end now or at any time
             limit = self._args.step_timeout
             mine = [actors.put(actors.get(bucket, timeout=limit)) for bucket in published.buckets]
             published = dataclasses.replace(published, buckets=tuple(mine))

@@ -26,14 +26,16 @@ from slime.utils.doors import open_door
 logger = logging.getLogger(__name__)
 
 
-def create_rollout_manager(args: argparse.Namespace, pg: Placement) -> Any:
-    """The RolloutManager actor, still starting: engines and trainers load side by side."""
+def create_rollout_manager(args: argparse.Namespace, pg: Placement, keep: str | None = None) -> Any:
+    """The RolloutManager actor, still starting: engines and trainers load side by side. keep: the
+    folder of what another process needs to go on in its place.
+    """
     options = {
         "num_cpus": 0,
         "max_concurrency": 4,
         "runtime_env": {"env_vars": add_default_ray_env_vars()},
     }
-    return actors.start(RolloutManagerActor, args, pg, **options)
+    return actors.start(RolloutManagerActor, args, pg, keep, **options)
 
 
 def allocate_train_group(

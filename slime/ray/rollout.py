@@ -48,7 +48,7 @@ from slime.ray.engine_healing import EngineHealer
 from slime.ray.rollout_servers import start_rollout_servers
 from slime.ray.run_ledger import RolloutLedger, dropped_indices, row_outcomes
 from slime.ray.servers import PublishedWeights
-from slime.ray.utils import Lock
+from slime.ray.utils import TRAINING_RANKS, Lock
 from slime.recording.reader import is_recording, recorded_samples
 from slime.recording.rollout_side import RolloutRecorder
 from slime.recording.writer import STOP_TIMEOUT_S
@@ -378,6 +378,12 @@ class RolloutManager:
     def keep_published(self, published: PublishedWeights, taken: Sequence[int] = ()) -> None:
         """What an engine that starts later is to serve; `taken`: external servers that have it."""
         cast(EngineHealer, self.healer).keep_published(published, taken)
+
+    def abandon_weight_update(self) -> None:
+        """The training ranks have ended: an update that they may have begun holds the engines no
+        longer. The next one begins anew.
+        """
+        actors.get(self.rollout_engine_lock.release_of.remote(TRAINING_RANKS))
 
     def lose_engine(self, rank: int, reason: str, pid: int | None = None) -> None:
         """Engine `rank` is dead: it is replaced."""

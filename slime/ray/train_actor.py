@@ -21,6 +21,7 @@ from slime.accelerator.process_groups import (
 from slime.ray import actors
 from slime.ray.ray_actor import RayActor
 from slime.ray.utils import wait_for
+from slime.tracking.tracking import skip_logged
 from slime.typing import ActorHandle
 from slime.utils.misc import is_loopback
 
@@ -94,6 +95,12 @@ class TrainRayActor(RayActor):
                 timeout_s=self.args.step_timeout,
             )
 
+    def skip_logged(self, offset: int) -> None:
+        """Logs no value that the metrics file holds, from `offset` on, already: what an earlier
+        process of this rank has logged of a step that is trained again.
+        """
+        skip_logged(offset)
+
     def clear_memory(self) -> None:
         """Gives cached device memory back."""
         clear_memory()
@@ -129,4 +136,4 @@ class TrainRayActor(RayActor):
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None: ...
 
     @abc.abstractmethod
-    def update_weights(self) -> None: ...
+    def update_weights(self, *, sends: bool = True) -> None: ...

@@ -100,6 +100,7 @@ def healing(monkeypatch):
         rollout_health_check_first_wait=0.0,
         step_timeout=5.0,
         release_train=False,
+        recovery_interval=0,
         sglang_api_key=None,
     )
     started = []
@@ -307,10 +308,12 @@ def test_an_engine_that_freezes_while_memory_is_given_back_keeps_nobody_waiting(
     soon(lambda: servers.engines == [successor])
 
 
-def test_the_buckets_outlive_the_ranks_that_sent_them(healing):
-    """With --release-train the ranks end while engines generate: the manager keeps copies."""
+@pytest.mark.parametrize("option", [{"release_train": True}, {"recovery_interval": 1}])
+def test_the_buckets_outlive_the_ranks_that_sent_them(healing, option):
+    """With --release-train the ranks end while engines generate, with --recovery-interval they may
+    at any time: the manager keeps copies."""
     dead, successor = Engine(0), Engine(1)
-    healer, servers = healing([dead], [successor], release_train=True)
+    healer, servers = healing([dead], [successor], **option)
     sent = concurrent.futures.Future()
     sent.set_result({"a": 1})
     healer.keep_published(PublishedWeights("7", "sum7", buckets=(sent,)))

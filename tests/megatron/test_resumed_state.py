@@ -324,23 +324,40 @@ def test_a_full_disk_leaves_the_training_state_where_it_is(tmp_path, monkeypatch
 
 
 def test_ranks_that_were_ended_go_on_in_new_processes(rank, tmp_path):
-    """--release-train writes the whole state, also where checkpoints leave a part out, and new
-    processes go on with it."""
+    """--release-train and --recovery-interval write the whole state, also where checkpoints leave a
+    part out, and new processes go on with it: also with the weights that sampled rollouts which
+    were begun before."""
     actor = rank("--no-save-optim", "--no-save-rng")
     actor.update_weights()
     _train(actor, 0)
     actor.update_weights()
-    actor.suspend(str(tmp_path / "suspended"))
+    folder = str(tmp_path / "state")
+    actor.publish_state(folder, 1)
     expected, fingerprint = _held(actor), actor._weights_fingerprint
-    again = rank("--load", str(tmp_path / "suspended"))
-    found = _held(again)
-    # what the engines had before is read by rollouts that were begun before: none is under way
-    # while ranks are ended
-    _assert_equal(
-        found,
-        {name: value for name, value in expected.items() if not name.startswith("set old_actor")},
-    )
+    written = sum(path.stat().st_size for path in Path(folder).rglob("*.distcp"))
+    assert written < actor.state_bytes()
+    _train(actor, 1)
+    actor.publish_state(folder, 2)
+    again = rank("--load", folder, "--ckpt-step", "1")
+    _assert_equal(_held(again), expected)
     assert again._weights_fingerprint == fingerprint == "fingerprint"
+
+
+def test_one_rank_logs_a_weight_update_also_after_a_resume(rank, tmp_path, monkeypatch):
+    """Every rank loads the fingerprint of the weights; the one that exports them logs the next."""
+    actor = rank()
+    actor.update_weights()
+    actor.publish_state(str(tmp_path / "state"), 0)
+    again, logged, module = rank("--load", str(tmp_path / "state")), [], sys.modules[type(actor).__module__]  # fmt: skip
+    monkeypatch.setattr(module, "log", lambda args, metrics, **_: logged.append(metrics))
+    again._last_rollout_id = 0
+    monkeypatch.setattr(module, "publish_weights", lambda *args: None)
+    again.update_weights()
+    assert logged == []
+    again._weights_fingerprint = "fingerprint"
+    monkeypatch.setattr(module, "publish_weights", lambda *args: "another")
+    again.update_weights()
+    assert [metrics["perf/weight_version"] for metrics in logged] == [3]
 
 
 def test_a_checkpoint_of_an_earlier_version_has_no_counters_and_loads(rank, tmp_path):

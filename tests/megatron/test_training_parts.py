@@ -235,7 +235,7 @@ def test_critic_continues_with_its_policy():
 def test_a_weight_update_does_not_wait_for_ever_for_its_lock(monkeypatch):
     """An update whose lock another one holds gives up after its limit."""
     monkeypatch.setattr(utils.actors, "get", lambda value, **kwargs: value)
-    lock = SimpleNamespace(acquire=SimpleNamespace(remote=lambda: False))
+    lock = SimpleNamespace(acquire=SimpleNamespace(remote=lambda holder: False))
     with (
         pytest.raises(EngineError, match="another weight update has held the engines for 0 s"),
         utils.held(lock, timeout_s=0.05),
@@ -267,7 +267,8 @@ def run_of(monkeypatch, num_rollout=2, **options):
               "debug_rollout_only": False, "step_timeout": 1.0, "num_critic_only_steps": 0, "save": None, "save_hf": None,
               "num_rollout": num_rollout}  # fmt: skip
     engines, policy, critic = (Recorder(name, events) for name in ("engines", "policy", "critic"))
-    monkeypatch.setattr("slime.train.wait_for", lambda refs, **kwargs: list(refs))
+    for module in ("train", "ray.healing"):
+        monkeypatch.setattr(f"slime.{module}.wait_for", lambda refs, **kwargs: list(refs))
     monkeypatch.setattr(train, "report", lambda **kwargs: None)
     monkeypatch.setattr(train, "log_trained", lambda *args: None)
     train.train(

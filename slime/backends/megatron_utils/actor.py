@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,11 @@ from slime.backends.megatron_utils.trained_samples import (
     have_trainable_tokens,
     same_samples,
 )
-from slime.backends.megatron_utils.update_weight.publish import publish_weights
+from slime.backends.megatron_utils.update_weight.publish import (
+    fingerprint_weights,
+    publish_again,
+    publish_weights,
+)
 from slime.backends.megatron_utils.weight_ages import WeightAges
 from slime.backends.megatron_utils.weights_backup import WeightsBackup
 from slime.data.batch import RolloutBatch
@@ -76,7 +80,9 @@ from slime.utils.misc import load_function
 logger = logging.getLogger(__name__)
 
 NUM_VERSIONS_KEPT = 64  # in a checkpoint: samples are not older
-ENGINES = "rollout_actor"  # the weight set that the engines use, with --keep-old-actor
+# With --keep-old-actor: the weight set that the engines use, and the one that they used before.
+ENGINES, OLD = "rollout_actor", "old_actor"
+NUM_OPTIMIZER_BYTES = 16  # a number: weights, main parameter and two moments, each at most fp32
 
 
 class MegatronTrainRayActor(TrainRayActor):
@@ -143,7 +149,8 @@ class MegatronTrainRayActor(TrainRayActor):
         self.weight_version, self._last_train_step = state.weight_version, state.last_train_step
         self._weights_fingerprint = state.weights_fingerprint
         self.weight_ages = WeightAges(state.rollouts_trained, dict(state.published_at))
-        wanted = {"ref": self.with_ref, ENGINES: self.args.keep_old_actor}
+        keeps_old = self.args.keep_old_actor
+        wanted = {"ref": self.with_ref, ENGINES: keeps_old, OLD: keeps_old}
         tags = [tag for tag in state.sets if wanted.get(tag)]
         actor_state.restore_weight_sets(folder, self.model, self.weights, tags)
         self._moved_reference = "ref" in tags
@@ -208,7 +215,7 @@ class MegatronTrainRayActor(TrainRayActor):
 
         def save(folder: str) -> None:
             # a replay publishes nothing: what sampled the rollout is what its engines have
-            self._save_whole_state(folder, rollout_id, engines=self._sampler_tag)
+            self._save_whole_state(folder, rollout_id, {ENGINES: self._sampler_tag})
 
         return self.recorder.rollout(rollout_id, self.model, save)
 
@@ -376,7 +383,7 @@ class MegatronTrainRayActor(TrainRayActor):
     @property
     def _sampler_tag(self) -> str | None:
         """The kept weights that sampled this rollout; None where there are none."""
-        tag = "old_actor" if self._weight_updates_since_start else ENGINES
+        tag = OLD if self._weight_updates_since_start else ENGINES
         return tag if self._weight_updates_since_start is not None and tag in self.weights else None
 
     def _log_probs(
@@ -473,15 +480,20 @@ class MegatronTrainRayActor(TrainRayActor):
         if self.recorder is not None:
             self.recorder.close()
 
-    def suspend(self, folder: str) -> None:
-        """Writes the whole state below `folder`, over that of the time before, for processes that
-        go on in place of these.
+    def publish_state(self, folder: str, iteration: int) -> None:
+        """Writes the whole state below `folder` as `iteration`, beside those of before, for
+        processes that go on in place of these.
         """
         self.finish_recording()
-        self._save_whole_state(folder, self._last_rollout_id or 0)
+        self._save_whole_state(folder, iteration, {ENGINES: ENGINES, OLD: OLD})
+
+    def state_bytes(self) -> int:
+        """At least as many as this rank's part of `publish_state` takes."""
+        numbers = sum(tensor.numel() for chunk in self.model for tensor in chunk.parameters())
+        return numbers * (NUM_OPTIMIZER_BYTES + 4 * self.weights.num_sets)
 
     def _save_whole_state(
-        self, folder: str, iteration: int, *, engines: str | None = ENGINES
+        self, folder: str, iteration: int, kept_as: Mapping[str, str | None]
     ) -> None:
         whole = argparse.Namespace(
             **{**vars(self.args), "no_save_optim": False, "no_save_rng": False}
@@ -493,20 +505,22 @@ class MegatronTrainRayActor(TrainRayActor):
             self.optimizer,
             self.opt_param_scheduler,
             save_dir=folder,
-            write_extra=functools.partial(self._save_state, engines=engines),
-            retention=Retention(keep=1),
+            write_extra=functools.partial(self._save_state, kept_as=kept_as),
+            retention=Retention(None),
         )
 
     def _save_with_ledger(self, folder: Path, rollout_id: int) -> None:
-        self._save_state(folder)
+        self._save_state(folder, kept_as={ENGINES: ENGINES})
         if self.role == "actor" and dist.get_rank() == 0:
             copy_ledger_state(self.args.save, rollout_id, folder)
 
-    def _save_state(self, folder: Path, *, engines: str | None = ENGINES) -> None:
-        """`engines`: which of the kept weights are saved as those of the engines."""
-        kept_as = {"ref": "ref"} if self._moved_reference else {}
-        if engines is not None and engines in self.weights:
-            kept_as[ENGINES] = engines
+    def _save_state(self, folder: Path, kept_as: Mapping[str, str | None]) -> None:
+        """`kept_as`: which kept weights are saved, where there are such, by the name that they get;
+        beside them a reference that has moved.
+        """
+        kept = {name: tag for name, tag in kept_as.items() if tag and tag in self.weights}
+        if self._moved_reference:
+            kept["ref"] = "ref"
         ages = self.weight_ages
         recent = dict(list(ages.trained_at.items())[-NUM_VERSIONS_KEPT:])
         state = actor_state.ActorState(
@@ -515,38 +529,45 @@ class MegatronTrainRayActor(TrainRayActor):
             self._weights_fingerprint,
             ages.num_trained,
             recent,
-            tuple(kept_as),
+            tuple(kept),
         )
-        actor_state.save_actor_state(folder, state, self.model, self.weights, kept_as=kept_as)
+        actor_state.save_actor_state(folder, state, self.model, self.weights, kept_as=kept)
 
-    def update_weights(self) -> None:
-        """Sends the weights to every engine as the next version."""
+    def update_weights(self, *, sends: bool = True) -> None:
+        """Sends the weights to every engine as the next version. sends=False: the engines have that
+        version, from ranks that these replace.
+        """
         if self.args.debug_train_only or self.args.debug_rollout_only:
             return
         with timer("update_weights"):
-            self.weight_version += 1
-            before, self._weights_fingerprint = (
-                self._weights_fingerprint,
-                publish_weights(
-                    self.args,
-                    self.model,
-                    self.model_shape,
-                    self.rollout_manager,
-                    self.weight_version,
-                ),
+            before, self.weight_version = self._weights_fingerprint, self.weight_version + 1
+            weights = (self.args, self.model, self.model_shape)
+            self._weights_fingerprint = (
+                publish_weights(*weights, self.rollout_manager, self.weight_version)
+                if sends
+                else fingerprint_weights(*weights)
             )
         self.weight_ages.published(self.weight_version)
         if self.args.keep_old_actor:
-            self.weights.move(ENGINES, to="old_actor")
+            self.weights.move(ENGINES, to=OLD)
             self.weights.backup(ENGINES)
             self.weights.active = "actor"
-        if before is not None and self._last_rollout_id is not None:
+        is_new = before is not None and self._weights_fingerprint is not None  # on one rank
+        if is_new and self._last_rollout_id is not None:
             metrics = {
                 "perf/weight_version": self.weight_version,
                 "train/weights_checksum_changed": int(before != self._weights_fingerprint),
                 "rollout/step": compute_rollout_step(self.args, self._last_rollout_id),
             }
             log(self.args, metrics, step_key="rollout/step")
+
+    def send_weights_again(self) -> None:
+        """Sends the version that engines before had to those in their place, which hash every byte
+        of it.
+        """
+        publish_again(
+            self.args, self.model, self.model_shape, self.rollout_manager, self.weight_version
+        )
 
     @spanned("sleep")
     def sleep(self) -> None:

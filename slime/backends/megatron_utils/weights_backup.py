@@ -30,8 +30,12 @@ class WeightsBackup:
             for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
                 yield f"{index}.{name}", tensor
 
-    def __contains__(self, tag: str) -> bool:
+    def __contains__(self, tag: str | None) -> bool:
         return tag in self._sets
+
+    @property
+    def num_sets(self) -> int:
+        return len(self._sets)
 
     @torch.no_grad()
     def backup(self, tag: str) -> None:

@@ -36,6 +36,15 @@ def one_process_is_not_ended_between_rollouts(args: argparse.Namespace):
         )
 
 
+@rule("local", "recovery_interval")
+def one_process_cannot_be_started_again(args: argparse.Namespace):
+    if args.local and args.recovery_interval:
+        return (
+            "--recovery-interval starts training processes again, and with --local training is a "
+            "part of the run's only process. Leave one of them out."
+        )
+
+
 @rule("local", "use_fault_tolerance")
 def one_process_has_no_successor(args: argparse.Namespace):
     if args.local and args.use_fault_tolerance:

@@ -18,7 +18,7 @@ from slime.backends.megatron_utils.update_weight.manager import ask_manager
 from slime.exceptions import EngineError
 from slime.models.shape import ModelShape
 from slime.ray.servers import PublishedWeights
-from slime.ray.utils import held
+from slime.ray.utils import TRAINING_RANKS, held
 from slime.tracking.spans import span
 from slime.typing import ActorHandle
 from slime.utils.async_utils import run
@@ -73,7 +73,7 @@ def publish_through_disk(
     if fingerprint.value() is None:
         return None
     lock = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)[1]
-    with held(lock, timeout_s=args.step_timeout):
+    with held(lock, timeout_s=args.step_timeout, holder=TRAINING_RANKS):
         _load_everywhere(args, rollout_manager, version, folder, fingerprint)
         if args.custom_update_weight_post_write_path is not None:
             engines = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)[0]

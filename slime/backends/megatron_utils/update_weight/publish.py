@@ -19,7 +19,7 @@ from slime.files.checksum import combine_digests, tensor_digest
 from slime.models.shape import ModelShape
 from slime.ray import actors
 from slime.ray.servers import PublishedWeights, ask_engines
-from slime.ray.utils import held
+from slime.ray.utils import TRAINING_RANKS, held
 from slime.tracking.spans import span, spanned_items
 from slime.typing import ActorHandle
 
@@ -66,9 +66,7 @@ def publish_weights(
     Called by all ranks together. Raises EngineError when an engine refuses or, with
     --check-weight-update-equal, holds other bytes.
     """
-    fingerprint = Fingerprint(
-        limit=float("inf") if args.check_weight_update_equal else FINGERPRINT_BYTES
-    )
+    fingerprint = _new_fingerprint(args)
     if args.update_weight_transport == "disk":
         return publish_through_disk(args, model, shape, rollout_manager, version, fingerprint)
     engines = None
@@ -89,6 +87,35 @@ def publish_weights(
                     kept.append(reference)
                 engines.ask("update_weights", reference)
     return fingerprint.value()
+
+
+def publish_again(
+    args: argparse.Namespace,
+    model: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    rollout_manager: ActorHandle,
+    version: int,
+) -> None:
+    """Gives new engines the version that those before had. Engines that are ours compare every byte,
+    as with --check-weight-update-equal.
+    """
+    if args.update_weight_transport != "disk":
+        args = argparse.Namespace(**{**vars(args), "check_weight_update_equal": True})
+    publish_weights(args, model, shape, rollout_manager, version)
+
+
+def fingerprint_weights(
+    args: argparse.Namespace, model: Sequence[torch.nn.Module], shape: ModelShape
+) -> str | None:
+    """What `publish_weights` would return; the engines get nothing. Called by all ranks together."""
+    fingerprint = _new_fingerprint(args)
+    for bucket in iter_hf_weight_buckets(args, model, shape):
+        fingerprint.add(bucket)
+    return fingerprint.value()
+
+
+def _new_fingerprint(args: argparse.Namespace) -> Fingerprint:
+    return Fingerprint(limit=float("inf") if args.check_weight_update_equal else FINGERPRINT_BYTES)
 
 
 @dataclasses.dataclass
@@ -128,7 +155,7 @@ def _updating(
     the manager has the references in `kept`.
     """
     handles, lock, *_ = ask_manager(args, rollout_manager.get_updatable_engines_and_lock)
-    with held(lock, timeout_s=args.step_timeout):
+    with held(lock, timeout_s=args.step_timeout, holder=TRAINING_RANKS):
         living = dict(enumerate(handles))
         if args.use_fault_tolerance:
             # one that has been replaced before the lock was ours has another handle
