@@ -170,6 +170,25 @@ def test_a_pending_file_appears_when_it_is_committed(tmp_path):
         assert names_below(tmp_path) == names
 
 
+def test_a_new_folder_appears_when_it_is_whole_and_a_killed_one_is_removed(tmp_path):
+    """An error leaves none; what a killed process left goes with the next of that name, what a
+    living one writes, and a folder of another name, stay; nothing is replaced."""
+    living, other = f".out.{os.getppid()}", ".outer.999999999"
+    for name in (".out.999999999", living, other):
+        (tmp_path / name / "part").mkdir(parents=True)
+    with pytest.raises(KeyError), atomic.new_folder(tmp_path / "out") as folder:
+        (folder / "file").write_bytes(b"half")
+        raise KeyError("x")
+    assert names_below(tmp_path) == sorted([living, other])
+    with atomic.new_folder(tmp_path / "out") as folder:
+        (folder / "file").write_bytes(b"whole")
+        assert not (tmp_path / "out").exists()
+    assert names_below(tmp_path) == sorted([living, other, "out"])
+    assert (tmp_path / "out" / "file").read_bytes() == b"whole"
+    with pytest.raises(FileExistsError), atomic.new_folder(tmp_path / "out"):
+        pass
+
+
 def write_rollout_dump(folder):
     samples = [Sample(index=i, response="x" * 500) for i in range(10)]
     return save_debug_rollout_data(

@@ -267,6 +267,22 @@ def test_damage_of_the_recording_is_no_difference_of_the_code(one, capsys):
     assert "steps.jsonl is damaged" in printed.err and "DIFFERENT" not in printed.out
 
 
+def test_a_long_cut_tells_what_it_does(tmp_path, monkeypatch, capsys):
+    """A recording of hundreds of rollouts was cut in silence for minutes; a short one stays silent."""
+    words = ["new", str(RUN), "--rollouts", "0", "--out"]
+    monkeypatch.setattr(golden, "INTERVAL_S", 600.0)
+    assert golden.main([*words, str(tmp_path / "short")]) == 0
+    assert "slime golden: " not in capsys.readouterr().err
+    monkeypatch.setattr(golden, "INTERVAL_S", 0.0)
+    assert golden.main([*words, str(tmp_path / "long")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        "slime golden: verifying rollout 0",
+        "slime golden: cutting rollout 0",
+    ]
+    assert "slime golden: checked the stage metrics of rollout 0" in lines
+
+
 def damaged_schedule(folder):
     """The golden run with the schedule of another rollout."""
     copy = folder.parent / "damaged"

@@ -188,7 +188,8 @@ KINDS: tuple[Kind, ...] = (
     _K(
         "constant_reward",
         "rewards",
-        "all rewards are the same number: nothing is learned",
+        "all rewards are the same number: nothing is learned. Samples that nothing scored "
+        "(supervised training) have none",
         "labels that do not reach the reward, answers that are never found, a task too easy or too hard",
     ),
     _K(
