@@ -304,6 +304,11 @@ def _check_recording(proof: Proof, root: str | None) -> None:
             rollout = recording.rollout(entry.rollout)
             if not {"samples", "columns", "schedule"} <= set(rollout.parts):
                 continue
+            if not _is_of_start(proof, entry, recording.run_record(rollout.run).get("time")):
+                proof.found.notes.append(
+                    f"rollout {entry.rollout} of {root} is of another start of the run"
+                )
+                continue
             found = _recorded(rollout)
         except (SlimeError, OSError, KeyError, ValueError) as error:
             proof.blame("recording_damaged", f"rollout {entry.rollout}: {error}", entry.rollout)
@@ -312,6 +317,16 @@ def _check_recording(proof: Proof, root: str | None) -> None:
         _compare_verdicts(proof, entry, found.verdicts, "recording")
         if not _WHOLE_ROLLOUT & entry.dropped.keys():
             _compare_steps(proof, entry, found)
+
+
+def _is_of_start(proof: Proof, entry: RolloutEntry, began: Any) -> bool:
+    """Whether what began to be written at that time is of the entry's start: the first that is not
+    before it. A rollout that a later start has made again, unrecorded, is not what was recorded.
+    """
+    if not isinstance(began, int | float):
+        return False
+    later = [one for one in proof.books.starts.values() if one.time >= began]
+    return bool(later) and min(later, key=lambda one: one.time).start == entry.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,6 +431,10 @@ def _check_dumps(proof: Proof, template: str | None) -> None:
     for entry in _kept_entries(proof):
         path = dump_path(template, entry.rollout, evaluation=False)
         if not path.is_file() or entry.mark is None:
+            continue
+        begun = proof.books.starts.get(entry.start)
+        if begun is not None and path.stat().st_mtime < begun.time:
+            proof.found.notes.append(f"{path.name} is of an earlier start of the run")
             continue
         try:
             samples = read_rollout_dump(path)

@@ -2,6 +2,7 @@
 waiting, and `slime ledger` names whoever breaks that.
 """
 
+import os
 import random
 import re
 import shutil
@@ -15,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as `python tests/...`
 from support.ledger_runs import SimulatedRun, edit_entries, proof_of
 from support.manager import dirty_rollout, manager_of
-from support.recordings import edit_column
+from support.recordings import edit_column, edit_run
 from support.rollout_args import rollout_args, write_prompts
 
 from slime.data import run_ledger as entries
@@ -279,6 +280,19 @@ def test_the_books_are_those_of_the_recording_and_the_dumps(plant, words, record
     assert "2 rollouts in the recording, 2 rollouts in dumps" in shown, shown
     assert status == int(plant is not None), shown
     assert plant is None or re.search(f"PROBLEM {words}", shown), shown
+
+
+def test_what_an_earlier_start_recorded_is_not_held_against_a_later_one(recorded, capsys):
+    """A run that was resumed without --record, and went over the same rollouts again: what the
+    earlier start recorded and dumped of them is superseded, and a note says so."""
+    accept_one(recorded)
+    dump_without_a_sample(recorded)
+    os.utime(recorded / "dumps" / "1.parquet", (1, 1))
+    edit_run(recorded / "recording", lambda record: record.update(time=4e9))
+    assert ledger_main([str(recorded / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert f"note: rollout 1 of {recorded / 'recording'} is of another start" in shown, shown
+    assert "note: 1.parquet is of an earlier start" in shown and "1 rollouts in dumps" in shown
 
 
 def test_a_resume_with_books_that_do_not_fit_is_refused(finished, tmp_path):
