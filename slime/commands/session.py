@@ -29,7 +29,7 @@ def run_to_the_end(args: argparse.Namespace, loop: Callable[[Run], None], starte
     named, and everything is stopped. `started`: `time.monotonic()` at the start of the process.
     """
     status, is_done = 1, False
-    with interruptible():
+    with interruptible(to_the_end=True):
         try:
             with open_run(args) as run:
                 loop(run)

@@ -500,6 +500,7 @@ WAITS = (
         (
             "train.py::build_run",
             "ray/cluster_folder.py::end_processes_of",
+            "ray/cluster_folder.py::guard",
             "ray/cluster_folder.py::remove_folder",
             "ray/run_watch.py::RunWatch._named",
             "ray/run_watch.py::RunWatch._end_by_force",

@@ -7,6 +7,9 @@ killed has left of them.
     /tmp/slime-ray-k3j2/processes/  the run's processes, for the watch over them
     /tmp/slime-ray-k3j2/r/          Ray's own
     /dev/shm/slime-ray-k3j2/        what the run keeps in memory, with --recovery-interval
+
+A small process (`guard`) waits for the end of the driver, however that comes, and takes away what is
+left then; what outlives the guard too goes when this user's next run starts (`sweep`).
 """
 
 from __future__ import annotations
@@ -14,8 +17,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +34,7 @@ PREFIX = "slime-ray-"
 OWNER = "owner.json"
 # a folder without an owner may be one that is just being made, or of an earlier version
 UNOWNED_S = 3600.0
+GUARD_PATIENCE_S = 1.5
 
 
 def make_folder() -> str:
@@ -36,6 +43,30 @@ def make_folder() -> str:
     owner = {"pid": os.getpid(), "started": started_at(os.getpid())}
     Path(folder, OWNER).write_text(json.dumps(owner))
     return folder
+
+
+def guard(folder: str) -> subprocess.Popen | None:
+    """Starts the process that clears `folder` when this one has ended; None where the system cannot
+    wait for another's child. `end_processes_of` ends it like the others that live in the folder.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return None
+    return subprocess.Popen(
+        [sys.executable, "-m", "slime.ray.cluster_folder", folder, str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def main(folder: str, driver: int) -> None:
+    """Waits for the end of the driver and clears its folder."""
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(driver)], [], [])
+    if os.path.isdir(folder) and _is_left_over(Path(folder)):
+        end_processes_of(folder, patience_s=GUARD_PATIENCE_S)
+        remove_folder(folder)
 
 
 def sweep(place: Path = PLACE) -> list[str]:
@@ -116,3 +147,7 @@ def remove_folder(folder: str, *, patience_s: float = 3.0) -> None:
         while place.exists() and time.monotonic() < deadline:
             shutil.rmtree(place, ignore_errors=True)
             time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -21,7 +21,7 @@ from ray._private import ray_constants, services
 
 from slime.exceptions import ConfigError
 from slime.ray import actors
-from slime.ray.cluster_folder import end_processes_of, make_folder, remove_folder, sweep
+from slime.ray.cluster_folder import end_processes_of, guard, make_folder, remove_folder, sweep
 from slime.ray.cluster_token import token_authentication
 from slime.ray.run_watch import RunWatch, watched_run
 from slime.ray.utils import add_default_ray_env_vars
@@ -36,29 +36,54 @@ CLUSTER_ANSWER_S = 10.0
 logger = logging.getLogger(__name__)
 
 
+ENDING = (signal.SIGTERM, signal.SIGINT)
+
+
+def _interrupt(signum: int, frame: types.FrameType | None) -> None:
+    # A second signal must not break the cleanup that the first one began.
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(signum).name)
+
+
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Inside, SIGTERM ends the run in the same orderly way as Ctrl-C. Signals are the main
-    thread's; in another this does nothing.
+def interruptible(*, to_the_end: bool = False) -> Iterator[None]:
+    """Inside, SIGTERM ends the run in the same orderly way as Ctrl-C, once: what follows is
+    ignored until the outermost block ends, or with `to_the_end` until the process does. Signals are
+    the main thread's; in another this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    previous = {number: signal.signal(number, _interrupt) for number in ENDING}
+    try:
+        yield
+    finally:
+        has_come = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        is_inner = previous[signal.SIGINT] is _interrupt
+        if not (has_come and (is_inner or to_the_end)):
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
-    def interrupt(signum: int, frame: types.FrameType | None) -> None:
-        # A second signal must not break the cleanup that the first one began.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt(signal.Signals(signum).name)
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Inside, signals wait: the first of them takes effect at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
     previous = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)
+        number: signal.signal(number, lambda signum, frame: came.append(signum))
+        for number in ENDING
     }
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        if came and callable(handler := previous[signal.Signals(came[0])]):
+            handler(came[0], None)
 
 
 @contextlib.contextmanager
@@ -104,11 +129,14 @@ def ray_session(args: argparse.Namespace) -> Iterator[RunWatch]:
     for left in sweep():
         logger.info("%s was left by a run that was killed: it is removed", left)
     folder = make_folder()
+    guardian = guard(folder)
 
     def clean_up() -> None:
         # An interrupt inside ray.init leaves processes that Ray does not know of yet.
         end_processes_of(folder)
         remove_folder(folder)
+        if guardian is not None:
+            guardian.poll()  # it has ended with the others
 
     # Registered before Ray's own exit handler, so it runs after it.
     atexit.register(remove_folder, folder)
@@ -137,8 +165,9 @@ def ray_session(args: argparse.Namespace) -> Iterator[RunWatch]:
             with watched_run(folder, clean_up, start) as watch, interruptible():
                 yield watch
     finally:
-        ray.shutdown()
-        clean_up()
+        with uninterrupted():
+            ray.shutdown()
+            clean_up()
 
 
 def require_cluster(address: str, *, named_by: str, timeout_s: float = CLUSTER_ANSWER_S) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -160,19 +161,63 @@ def still_run(tree):
     return [pid for pid, start in tree.items() if start is not None and now[pid] == start]
 
 
-def test_what_a_driver_killed_with_9_leaves_is_swept_by_the_next_run(driver):
-    """Folder and processes of a cluster whose driver was killed with -9 go with the next sweep."""
+@pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "guard killed too"])
+def test_what_a_driver_killed_with_9_leaves_goes_at_once_or_with_the_next_run(driver, is_guarded):
+    """Folder and processes of a cluster whose driver was killed with -9 go within seconds, without
+    another run; where the guard was killed as well, with the next sweep."""
     process, (store, _), folder = driver
     assert folder not in cluster_folder.sweep() and os.path.exists(folder), "its driver lives"
     tree = run_tree(process.pid)
+    (guard,) = [
+        pid for pid in tree if b"slime.ray.cluster_folder" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]  # fmt: skip
+    if not is_guarded:
+        os.kill(guard, signal.SIGKILL)
     process.kill()
     process.wait()
-    assert os.path.exists(folder) and os.stat(folder).st_mode & 0o777 == 0o700
-    assert folder in cluster_folder.sweep()
+    if not is_guarded:
+        assert os.path.exists(folder) and os.stat(folder).st_mode & 0o777 == 0o700
+        assert folder in cluster_folder.sweep()
     deadline = time.monotonic() + 10
-    while still_run(tree) and time.monotonic() < deadline:
+    while (still_run(tree) or os.path.exists(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert still_run(tree) == [] and store in tree and not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("to_the_end", [False, True])
+def test_signals_after_the_first_do_not_reach_the_cleanup(to_the_end):
+    """Ten times Ctrl-C ended the driver inside Ray's shutdown, and left processes: the handlers of
+    before were back by then."""
+    before = {number: signal.getsignal(number) for number in session.ENDING}
+    cleaned = []
+    try:
+        with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+            with session.interruptible(to_the_end=to_the_end):
+                try:
+                    with session.interruptible():
+                        os.kill(os.getpid(), signal.SIGINT)
+                finally:
+                    for number in session.ENDING:
+                        os.kill(os.getpid(), number)
+                    cleaned.append(True)
+        after = {number: signal.getsignal(number) for number in session.ENDING}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert cleaned
+    assert after == (dict.fromkeys(before, signal.SIG_IGN) if to_the_end else before)
+
+
+def test_a_signal_inside_the_shutdown_takes_effect_at_its_end():
+    """The first one, once."""
+    done = []
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"), session.interruptible():
+        with session.uninterrupted():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            done.append(True)
+        done.append("not reached")
+    assert done == [True]
 
 
 def test_only_folders_of_this_user_whose_owner_is_gone_are_swept(tmp_path, monkeypatch):
