@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help train test test-layouts test-mutants test-golden-faults test-storage test-http lint clean
+.PHONY: help train test test-layouts test-mutants test-golden-faults test-storage test-http test-faults soak lint clean
 
 # The first interpreter that starts and is 3.10 to 3.13; `make PYTHON=/path/to/python3.12 train` overrides.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
@@ -25,6 +25,8 @@ help:
 	@echo "make test-golden-faults  planted faults that the golden run must catch, each with its first cause (ten minutes)"
 	@echo "make test-storage  disks that fail and processes that die in the middle of every kind of save (five minutes)"
 	@echo "make test-http     100,000 mutated HTTP requests against the engine (two minutes)"
+	@echo "make test-faults   real runs broken by every kind of fault in every process; prints the table (20 minutes)"
+	@echo "make soak HOURS=2  one long run; fails where a process of it grows"
 	@echo "make lint          ruff and mypy only"
 	@echo "make clean         remove .venv and runs/"
 
@@ -60,6 +62,13 @@ test-storage: $(STAMP)
 
 test-http: $(STAMP)
 	@$(BIN)/python tools/chaos/engine_http.py $(ARGS)
+
+test-faults: $(STAMP)
+	@$(BIN)/python tools/chaos/loops.py $(ARGS)
+
+HOURS ?= 2
+soak: $(STAMP)
+	@$(BIN)/python tools/chaos/soak.py --hours $(HOURS) $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

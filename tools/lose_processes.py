@@ -66,6 +66,24 @@ async def graded(args: argparse.Namespace, sample: Any, **kwargs: object) -> flo
     return sum(token % 2 == 0 for token in tokens) / max(1, len(tokens))
 
 
+def cluster_folder_of(driver: int) -> Path | None:
+    """The folder of the private cluster of a driver while it is there."""
+    for owner in Path("/tmp").glob("slime-ray-*/owner.json"):
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(owner.read_text())["pid"] == driver:
+                return owner.parent
+    return None
+
+
+def processes_below(driver: int) -> dict[str, int]:
+    """role -> process id of everything that is watched now in the run of a driver."""
+    folder = cluster_folder_of(driver)
+    if folder is None or not (folder / "processes").is_dir():
+        return {}
+    found = [records.read_record(path) for path in (folder / "processes").iterdir()]
+    return {record.role: record.pid for record in found if record is not None}
+
+
 class WatchedRun:
     """A run of `slime train`, the lines that it prints with their times, and its processes."""
 
@@ -96,19 +114,11 @@ class WatchedRun:
     @property
     def cluster_folder(self) -> Path | None:
         """The folder of the run's private cluster while it is there."""
-        for owner in Path("/tmp").glob("slime-ray-*/owner.json"):
-            with contextlib.suppress(OSError, ValueError):
-                if json.loads(owner.read_text())["pid"] == self.process.pid:
-                    return owner.parent
-        return None
+        return cluster_folder_of(self.process.pid)
 
     def processes(self) -> dict[str, int]:
         """role -> process id of everything that is watched now."""
-        folder = self.cluster_folder
-        if folder is None or not (folder / "processes").is_dir():
-            return {}
-        found = [records.read_record(path) for path in (folder / "processes").iterdir()]
-        return {record.role: record.pid for record in found if record is not None}
+        return processes_below(self.process.pid)
 
     def num_trained(self) -> int:
         """Training steps that the metrics show."""

@@ -3,6 +3,7 @@ that process."""
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import lose_processes  # noqa: E402
 import ray  # noqa: E402
+from chaos import cells  # noqa: E402
 
 from slime.exceptions import ConfigError, SlimeError  # noqa: E402
 from slime.ray import run_watch  # noqa: E402
@@ -34,14 +36,17 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.timeout(300)
-def test_a_run_goes_on_without_a_grader_and_ends_by_the_name_of_a_stopped_rank(run):
-    """Every process is listed, in a folder of this user alone. A killed grader is replaced. A
-    stopped rank is named with its phase and its stacks, the run ends with status 1, and nothing
+def test_a_run_goes_on_without_a_grader_and_ends_by_the_name_of_a_stopped_rank(run, monkeypatch):
+    """Every process is listed, in a folder of this user alone. A rank that stands still for a
+    moment is no frozen one. A killed grader is replaced. A stopped rank is named with its phase and its stacks, the run ends with status 1, and nothing
     is left of it."""
     listed = run.processes()
     assert {*lose_processes.KINDS} <= set(listed)
     folder = run.cluster_folder / "processes"
     assert run.cluster_folder.stat().st_mode & 0o777 == folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(cells, "PAUSE_S", 1.5)
+    cells.paused(SimpleNamespace(run=run), "actor rank 0")
+    run.wait_until_trained(run.num_trained() + 1)
     lose_processes.os.kill(listed["grader"], lose_processes.signal.SIGKILL)
     run.wait_until_trained(run.num_trained() + 2)
     cell = lose_processes.lose(run, "actor rank 0", "STOP")

@@ -49,13 +49,13 @@ def private_bytes(pid: int) -> int:
 
 def shared_files(pids: Iterable[int]) -> set[str]:
     """Files in /dev/shm that these processes have open or mapped, those that were removed too."""
-    found = set()
+    found: set[str] = set()
     for pid in pids:
-        try:
+        with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-            links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-        except OSError:
-            continue
-        names = [line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/" in line]
-        found.update(name for name in (*names, *links) if name.startswith("/dev/shm/"))
-    return found
+            found.update(line.split(maxsplit=5)[-1] for line in maps if "/dev/shm/" in line)
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(entry))
+    return {name for name in found if name.startswith("/dev/shm/")}
