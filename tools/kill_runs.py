@@ -1,21 +1,26 @@
-"""Kills real runs at random moments, resumes them, and asks `slime ledger` whether a sample was lost
-or trained twice.
+"""Kills processes of real runs at random moments, resumes the runs, and asks `slime ledger` whether a
+sample was lost or trained twice.
 
     python tools/kill_runs.py [--minutes 5] [--seed 0] [--folder DIR] [--loops local sync async partial]
 
-Each run trains the addition example's tiny model for a few rollouts. Its driver is ended with
-SIGKILL at a random moment after its first rollout began (generation, training, a checkpoint), and
-it is started again with --load, until it is finished. Status 1 where any proof failed, or a process
-was left.
+Each run trains the addition example's tiny model for a few rollouts. Again and again one of its
+processes - the driver, or any that the watch lists - is ended with SIGKILL at a random moment
+(start, generation, training, a checkpoint), and the run is started again with --load, until it is
+finished. At the end the ledger must add up, no process may be left, and where the loop is
+deterministic the weights must be those of a run that nothing happened to, bit for bit. Status 1
+where any proof failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
+import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,25 +29,42 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools")]
 
+from lose_processes import processes_below  # noqa: E402
 from support import small_run  # noqa: E402
 
 from slime.data.ledger_audit import Findings  # noqa: E402
 from slime.files.ledger_file import FILE_NAME, read_books  # noqa: E402
 from slime.harness.ledger import lines_of, prove  # noqa: E402
-from slime.ray.cluster_folder import sweep  # noqa: E402
 
 ROLLOUTS = 6
+KILLS = 4  # of a run
 PATIENCE_S = 300.0  # for one start; this machine may be busy
 LONGEST_S = 3.0  # from the moment at which a kill may come to the kill
+DRIVER = "the driver"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-LOOPS: dict[str, tuple[bool, tuple[str, ...]]] = {
-    "local": (False, ("--local",)),
-    "partial": (False, ("--local", "--over-sampling-batch-size", "12", "--partial-rollout")),
-    "sync": (False, ("--over-sampling-batch-size", "12")),
-    "async": (True, ()),
-    "fully": (True, ("--rollout-function-path", FULLY_ASYNC)),
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """How a run is started. is_exact: equal options give equal weights, also over restarts. Groups
+    that come first are taken before others (over-sampling), and rollouts that are in flight beside
+    the training, are not made again with the same weights.
+    """
+
+    options: tuple[str, ...] = ()
+    asynchronous: bool = False
+    is_exact: bool = False
+
+
+LOOPS = {
+    "local": Loop(("--local",), is_exact=True),
+    "partial": Loop(("--local", "--over-sampling-batch-size", "12", "--partial-rollout")),
+    "sync": Loop(is_exact=True),
+    "over": Loop(("--over-sampling-batch-size", "12")),
+    "async": Loop(asynchronous=True),
+    "fully": Loop(("--rollout-function-path", FULLY_ASYNC), asynchronous=True),
 }
 
 
@@ -83,15 +105,15 @@ def num_entries(save: Path) -> int:
 
 
 def one_start(
-    words: list[str], run: Path, kill: tuple[int, float] | None
+    words: list[str], run: Path, kill: tuple[int, float] | None, rng: random.Random
 ) -> tuple[int, str | None]:
-    """(exit status, phase of the kill) of one process. kill: after so many more entries and so many
-    seconds.
+    """(exit status, who was killed in which phase) of one start. kill: after so many more rollouts
+    (0: while it starts) and so many seconds.
     """
     save = run / "ckpt"
     before = num_entries(save)
     process = small_run.launch(words, run)
-    phase = None
+    said = None
     deadline = time.monotonic() + PATIENCE_S
     if kill is not None:
         while num_entries(save) < before + kill[0] and process.poll() is None:
@@ -100,38 +122,72 @@ def one_start(
             time.sleep(0.01)
         time.sleep(kill[1])
         if process.poll() is None:
-            phase = phase_of(save)
-            process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=PATIENCE_S)
-    return process.returncode, phase
+            roles = {DRIVER: process.pid, **processes_below(process.pid)}
+            role = rng.choice(sorted(roles))
+            phase = phase_of(save) if kill[0] else "start"
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(roles[role], signal.SIGKILL)
+                said = f"{role}: {phase}"
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    (run / "output.txt").write_text(output)
+    return process.returncode, said
 
 
-def kill_and_resume(loop: str, data: Path, run: Path, rng: random.Random, tally: Tally) -> None:
-    """One run with two kills, to its end, and its proof."""
-    asynchronous, options = LOOPS[loop]
-    run.mkdir(parents=True)
-    words = small_run.command(
+def weights_of(run: Path) -> str:
+    """A hash over the last checkpoint's tensors."""
+    digest = hashlib.sha256()
+    folder = max((run / "ckpt").glob("iter_*"))
+    for path in sorted(folder.rglob("*.safetensors")):
+        digest.update(str(path.relative_to(folder)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def command_of(loop: Loop, data: Path, run: Path) -> list[str]:
+    """The command line of each start of a run."""
+    return small_run.command(
         data, run, "--num-rollout", ROLLOUTS, "--save", run / "ckpt", "--load", run / "ckpt",
-        "--save-interval", rng.choice([1, 2]), "--keep-checkpoints", 2, *options,
-        asynchronous=asynchronous,
+        "--save-interval", 1, "--keep-checkpoints", 2, *loop.options, asynchronous=loop.asynchronous,
     )  # fmt: skip
-    for _ in range(2):
-        status, phase = one_start(
-            words, run, (rng.randrange(1, 4), rng.random() * rng.random() * LONGEST_S)
-        )
-        if phase is None:
+
+
+def undisturbed(loop: Loop, data: Path, run: Path) -> str | None:
+    """The weights of a run that nothing happens to; None where they are not the same each time."""
+    if not loop.is_exact:
+        return None
+    run.mkdir(parents=True)
+    status, _ = one_start(command_of(loop, data, run), run, None, random.Random(0))
+    if status:
+        raise SystemExit(f"{run} ended with status {status} without a kill")
+    return weights_of(run)
+
+
+def kill_and_resume(
+    name: str, data: Path, run: Path, rng: random.Random, tally: Tally, expected: str | None
+) -> None:
+    """One run with some kills, to its end, and its proof."""
+    run.mkdir(parents=True)
+    words = command_of(LOOPS[name], data, run)
+    for _ in range(KILLS):
+        after = rng.choice((0, 1, 1, 2))
+        longest_s = 2 * LONGEST_S if after == 0 else LONGEST_S
+        status, said = one_start(words, run, (after, rng.random() ** 2 * longest_s), rng)
+        if said is None:
             break
         tally.kills += 1
-        tally.phases[f"{loop}: {phase}"] += 1
-    status, _ = one_start(words, run, None)
-    sweep()
+        tally.phases[f"{name}: {said}"] += 1
+    status, _ = one_start(words, run, None, rng)
     proof = prove(run)
     tally.add(proof.found)
     if status or proof.found.culprits or proof.found.rollouts != ROLLOUTS:
         tally.problems.append("\n".join([f"{run}: status {status}", *lines_of(proof)]))
+    elif expected is not None and weights_of(run) != expected:
+        tally.problems.append(f"{run}: the weights are not those of an undisturbed run")
     left = [pid for pid in processes_of(run) if pid != os.getpid()]
     if left:
         tally.problems.append(f"{run}: processes {left} are left")
+    if status == 0 and not proof.found.culprits:
+        shutil.rmtree(run / "ckpt", ignore_errors=True)
 
 
 def processes_of(run: Path) -> list[int]:
@@ -168,9 +224,14 @@ def main(argv: list[str] | None = None) -> int:
             [sys.executable, "-m", "examples.addition.prepare", "--out", str(root / "data")],
             cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
+        expected = {
+            name: undisturbed(LOOPS[name], root / "data", root / f"undisturbed-{name}")
+            for name in options.loops
+        }
         while time.monotonic() < end:
-            loop = options.loops[tally.runs % len(options.loops)]
-            kill_and_resume(loop, root / "data", root / f"{tally.runs:04d}-{loop}", rng, tally)
+            name = options.loops[tally.runs % len(options.loops)]
+            run = root / f"{tally.runs:04d}-{name}"
+            kill_and_resume(name, root / "data", run, rng, tally, expected[name])
             print(
                 f"{tally.runs} runs, {tally.kills} kills, {len(tally.problems)} problems",
                 flush=True,
