@@ -68,7 +68,8 @@ class RolloutServers:
         it get no answer.
         """
         found = []
-        for rank, (engine, url) in enumerate(zip(self.engines, self.urls, strict=True)):
+        for rank, engine in enumerate(self.engines):  # none where they are external
+            url = self.urls[rank]
             try:
                 actors.get(engine.health.remote(), timeout=HEALTH_TIMEOUT_S)
             except ray.exceptions.GetTimeoutError:

@@ -216,6 +216,7 @@ def test_engine_that_does_not_answer_is_reported_and_not_waited_for(monkeypatch)
         SimpleNamespace(health=SimpleNamespace(remote=lambda name=name: name)) for name in health
     ]
     stuck, failed = RolloutServers(engines, ["http://a", "http://b", "http://c"]).failures()
+    assert RolloutServers([], ["http://external"]).failures() == []
     assert (
         stuck == "engine 1 (http://b) does not answer within 10 s."
         and failed == "engine 2 has failed"
