@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from chaos.lineage import Lineage, Loop, thaw
-from chaos.proxy import BreakingProxy
+from chaos.proxy import JUNK_JSON, BreakingProxy
 from slime.supervision.heart import ROLLOUT_MANAGER
 from slime.supervision.processes import look_at, started_at
 from slime.supervision.watch import CONTROL_STORE, NODE_MANAGER
@@ -28,6 +28,7 @@ PAUSE_S = 4.0  # half of what makes a process a frozen one
 EXTERNAL_KEY = "a-key-of-the-chaos-tools"
 
 SYNC = Loop("sync", options=("--use-fault-tolerance",))
+RECOVERY = Loop("sync, recovery", options=("--use-fault-tolerance", "--recovery-interval", "1"))
 CONTINUES = ("--save-failure", "continue")
 ASYNC = Loop(
     "async", "slime.train_async", ("--use-fault-tolerance", *CONTINUES), without=("--colocate",)
@@ -279,6 +280,8 @@ def broken_http(proxy: BreakingProxy, mode: str, *, count: int = 3) -> Cell:
             _until(lambda: num_broken() >= count, "no request came", 30.0)
             return f"{num_broken()} answers were broken"
 
+    if mode == JUNK_JSON:  # an engine that answers, and not as one: asking again does not help
+        return Cell(f"HTTP: {mode}", "manager - engine", strike, named="--max-failed-ratio")
     return Cell(f"HTTP: {mode}", "manager - engine", strike, GOES_ON)
 
 
@@ -308,3 +311,10 @@ def loop_cells(loop: Loop) -> Iterator[Cell]:
     yield interrupts(1, 0.0)
     yield interrupts(2, 0.3)
     yield interrupts(10, 0.05)
+
+
+def recovery_cells() -> Iterator[Cell]:
+    """Losses that a run with --recovery-interval survives."""
+    for role in (RANK, ROLLOUT_MANAGER):
+        for cell in (kill(role, GOES_ON), stop(role, GOES_ON)):
+            yield dataclasses.replace(cell, within_s=120.0)

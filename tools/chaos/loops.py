@@ -1,7 +1,7 @@
 """Breaks real runs of `slime train` and `slime train-async`, one fault after the other, and prints
 what each led to.
 
-    python tools/chaos/loops.py [--minutes 20] [--seed 0] [--only WORD ...] [--loops sync async http]
+    python tools/chaos/loops.py [--minutes 20] [--seed 0] [--only WORD ...] [--loops http recovery sync async]
                                 [--folder DIR]
 
 A run of each loop on the addition example's tiny model is broken by the cells of `cells`, in an
@@ -32,18 +32,21 @@ from chaos.cells import (  # noqa: E402
     EXTERNAL_KEY,
     GOES_ON,
     HTTP,
+    RECOVERY,
     SYNC,
     Cell,
     TakenPort,
     broken_http,
     loop_cells,
     port_taken,
+    recovery_cells,
 )
 from chaos.engine_http import served  # noqa: E402
 from chaos.lineage import Lineage, Loop  # noqa: E402
 from chaos.proxy import MODES, BreakingProxy  # noqa: E402
 
-LOOPS = {"sync": SYNC, "async": ASYNC, "http": HTTP}
+LOOPS = {"http": HTTP, "recovery": RECOVERY, "sync": SYNC, "async": ASYNC}
+SHARES = {"http": 0.08, "recovery": 0.12, "sync": 0.42, "async": 0.38}  # of the time
 LONGEST_S = 1.5  # from a moment at which a fault may come to the fault
 ROLLOUTS_AFTER = 2  # that must train after a fault which a run survives
 
@@ -188,8 +191,9 @@ def is_alarm(line: str) -> bool:
 def _error_of(lineage: Lineage) -> str:
     assert lineage.run is not None
     lines = [line for _, line in lineage.run.lines]
-    places = [place for place, line in enumerate(lines) if line.startswith("error: ")]
-    return " ".join(lines[places[0] :])[:600] if places else "no error"
+    places = [place for place, line in enumerate(lines) if line.startswith("error")]
+    text = " ".join(lines[places[0] :]) if places else f"no error: {lines[-20:]}"
+    return text if len(text) < 900 else f"{text[:300]} ... {text[-600:]}"
 
 
 def _named_after(lineage: Lineage, word: str, begun: float) -> float | None:
@@ -222,9 +226,8 @@ def break_loop(breaker: Breaker, cells: list[Cell], deadline: float, rng: random
         if time.monotonic() > deadline:
             break
         breaker.break_by(cell)
-        print(breaker.rows[-1], flush=True)
-        for problem in breaker.rows[-1].problems:
-            print(f"    {problem}", flush=True)
+        row = breaker.rows[-1]
+        print(row, *row.problems, sep="\n    ", file=sys.stderr, flush=True)
     breaker.finish()
 
 
@@ -239,8 +242,8 @@ def external_engine(data: Path, folder: Path) -> Iterator[BreakingProxy]:
 
 def rows_of(
     name: str, options: argparse.Namespace, data: Path, folder: Path, deadline: float
-) -> list[Row]:
-    """The rows of one loop."""
+) -> tuple[list[Row], int]:
+    """The rows of one loop, and the number of cells for which there was no time."""
     rng = random.Random(f"{options.seed}-{name}")
     with contextlib.ExitStack() as stack:
         extra: tuple[str, ...] = ()
@@ -249,6 +252,8 @@ def rows_of(
             cells = [broken_http(proxy, mode) for mode in MODES]
             extra = ("--rollout-external-engine-addrs", f"127.0.0.1:{proxy.port}")
             extra += ("--update-weight-disk-dir", str(folder / "weights"))
+        elif name == "recovery":
+            cells = list(recovery_cells())
         else:
             port = TakenPort()
             stack.callback(port.close)
@@ -263,7 +268,7 @@ def rows_of(
         lineage = stack.enter_context(lineage_of(LOOPS[name], data, folder / name))
         breaker = Breaker(lineage, rng, extra)
         break_loop(breaker, cells, deadline, rng)
-        return breaker.rows
+        return breaker.rows, len(cells) - len(breaker.rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -279,19 +284,23 @@ def main(argv: list[str] | None = None) -> int:
 
     started = time.monotonic()
     rows: list[Row] = []
+    num_left_out = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         data = Path(prepare(folder / "data"))
-        print(HEAD, flush=True)
         for place, name in enumerate(options.loops):
             left_s = 60 * options.minutes - (time.monotonic() - started)
-            share_s = left_s / (len(options.loops) - place)
-            rows += rows_of(name, options, data, folder, time.monotonic() + share_s)
+            share = SHARES[name] / sum(SHARES[one] for one in options.loops[place:])
+            deadline = time.monotonic() + share * left_s
+            found, left_out = rows_of(name, options, data, folder, deadline)
+            rows += found
+            num_left_out += left_out
+    print(HEAD, *rows, sep="\n")
     problems = [(row, problem) for row in rows for problem in row.problems]
     for row, problem in problems:
         print(f"{row.cell.fault}, {row.cell.component}, {row.loop}: {problem}")
     print(
-        f"{len(rows)} faults, {len(problems)} problems, {time.monotonic() - started:.0f} s, load "
+        f"{len(rows)} faults, {num_left_out} left out for lack of time, {len(problems)} problems, {time.monotonic() - started:.0f} s, load "
         f"{os.getloadavg()[0]:.0f}"
     )
     return int(bool(problems))
