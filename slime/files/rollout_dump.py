@@ -150,6 +150,17 @@ def read_rollout_dump(path: str | os.PathLike) -> list[Sample]:
         raise RolloutDataError(f"There is no rollout dump at {path}.") from None
 
 
+def is_rollout_dump(path: Path) -> bool:
+    """Whether a file of JSON lines begins as a dump does; False for one that cannot be read."""
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            return False
+        with open(path, "rb") as file:
+            return file.read(64).startswith(f'{{"format":"{FORMAT}"'.encode())
+    except OSError:
+        return False
+
+
 def _read_table(path: Path) -> list[Sample]:
     try:
         return samples_of(tables.read_table(path, what="rollout dump"))

@@ -27,7 +27,7 @@ from typing import Any, TextIO, cast
 
 from slime.data.sample import Sample
 from slime.exceptions import ConfigError, RolloutDataError, SlimeError
-from slime.files.rollout_dump import read_rollout_dump
+from slime.files.rollout_dump import is_rollout_dump, read_rollout_dump
 from slime.files.train_dump import read_train_dump
 from slime.harness.consistency_report import decoder_of, print_plain, printable, read_config
 from slime.harness.show_recording import (
@@ -329,7 +329,8 @@ def show(options: argparse.Namespace, stream: TextIO) -> None:
     """
     path: Path = options.dump
     if path.is_dir():
-        dumps = sorted([*path.rglob("rollout_data/*.parquet"), *path.rglob("*.jsonl")])
+        lines = (file for file in path.rglob("*.jsonl") if is_rollout_dump(file))
+        dumps = sorted([*path.rglob("rollout_data/*.parquet"), *lines])
         if dumps:
             raise ConfigError(
                 f"{path} is a folder; name one rollout dump. For instance {dumps[0]}."

@@ -93,6 +93,7 @@ def test_without_a_number_every_sample_is_listed_and_json_has_them_all(dump, cap
 def test_what_cannot_be_shown_is_said(dump, tmp_path, capsys):
     """A sample or a dump that does not exist is an error with status 2 and what there is
     instead."""
+    (tmp_path / "model" / "ledger.jsonl").write_text('{"blake2b":"00"}\n')  # was suggested
     for words, message in (
         ([str(dump), "--sample", "9"], "has no sample 9; it has 2 from 6 to 7"),
         ([str(tmp_path / "run")], f"is a folder; name one rollout dump. For instance {dump}"),
