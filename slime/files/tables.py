@@ -6,8 +6,9 @@ whole file a seal, see `table_seal`, so a flipped bit is found when a table is r
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ COMPRESSION, LEVEL = "zstd", 1
 # A table of ours takes at most about ten times its file in memory; what takes far more is refused.
 EXPANSION, LARGEST_EXPANSION = 64, 1 << 28
 SMALL_FILE = 1 << 22  # bytes of a table that is read at once
+# A row group holds about so many entries of the longest list column, so that a few rows of a large
+# table are read without the others.
+GROUP_ENTRIES, LEAST_GROUP_ROWS = 1 << 20, 64
 
 
 def list_column(
@@ -99,6 +103,7 @@ def write_table_to(
             path,
             compression=COMPRESSION,
             compression_level=LEVEL,
+            row_group_size=_rows_of_a_group(table),
             use_dictionary=named,
             write_statistics=False,
             write_page_checksum=True,
@@ -107,6 +112,23 @@ def write_table_to(
         if isinstance(error, OSError):
             raise
         raise RolloutDataError(f"{path} cannot be written as a table: {error}") from error
+
+
+def _rows_of_a_group(table: pyarrow.Table) -> int:
+    import pyarrow
+
+    lists = (pyarrow.types.is_list, pyarrow.types.is_large_list)
+    entries = max(
+        (
+            sum(len(chunk.values) for chunk in table.column(place).chunks)
+            for place, field in enumerate(table.schema)
+            if any(is_one(field.type) for is_one in lists)
+        ),
+        default=0,
+    )
+    if entries <= GROUP_ENTRIES:
+        return max(1, len(table))
+    return max(LEAST_GROUP_ROWS, GROUP_ENTRIES * len(table) // entries)
 
 
 def is_table(path: str | os.PathLike) -> bool:
@@ -171,37 +193,99 @@ def read_table(
     a hash. `RolloutDataError` naming the file where there is none, it is damaged, or a small file
     claims to hold far more than its size.
     """
-    import pyarrow
-    import pyarrow.parquet
+    with RowReader(path, what=what, is_verified=is_verified) as reader:
+        return reader.read(columns)
 
-    path = Path(path)
-    if not path.is_file():
-        raise RolloutDataError(f"There is no {what} at {path}.")
-    # the pages' own checksums cost three times what the rest of reading a table of floats does
-    has_pages_to_check = not (is_verified or _has_good_seal(path))
-    limit = LARGEST_EXPANSION + EXPANSION * path.stat().st_size
-    try:
-        with pyarrow.parquet.ParquetFile(
-            path, page_checksum_verification=has_pages_to_check
-        ) as file:
-            repeated = _texts_that_may_repeat(file.metadata, limit)
+
+class RowReader:
+    """A table in a file, of which columns or a few rows are read: rows take the row groups that
+    they are in. `schema` and `num_rows` are known at once. For one thread at a time.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike, *, what: str = "table", is_verified: bool = False
+    ) -> None:
+        """`is_verified`, and `RolloutDataError`: as `read_table`."""
+        import pyarrow
+        import pyarrow.parquet
+
+        self.path, self.what = Path(path), what
+        if not self.path.is_file():
+            raise RolloutDataError(f"There is no {what} at {path}.")
+        # the pages' own checksums cost three times what the rest of reading a table of floats does
+        has_pages_to_check = not (is_verified or _has_good_seal(self.path))
+        self._limit = LARGEST_EXPANSION + EXPANSION * self.path.stat().st_size
+        with self._errors():
+            file = pyarrow.parquet.ParquetFile(
+                self.path, page_checksum_verification=has_pages_to_check
+            )
+            repeated = _texts_that_may_repeat(file.metadata, self._limit)
             claimed = _claimed_bytes(file.metadata)
-            if claimed > limit:
+            if claimed > self._limit or repeated:
+                file.close()
+            if claimed > self._limit:
                 raise _Bomb(claimed)
-            schema = file.schema_arrow
-            if not repeated:
-                return file.read(columns=columns)
-        with pyarrow.parquet.ParquetFile(
-            path, page_checksum_verification=has_pages_to_check, read_dictionary=repeated
-        ) as file:
-            return _with_texts(file.read(columns=columns), schema, limit)
-    except _Bomb as bomb:
-        raise RolloutDataError(
-            f"{path} has {path.stat().st_size:,} bytes and would take {bomb.num_bytes:,} in memory; "
-            f"no {what} of ours expands so far."
-        ) from None
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise RolloutDataError(f"{path} is not a whole {what}: {error}") from error
+            self.schema, self.num_rows = file.schema_arrow, file.metadata.num_rows
+            if repeated:
+                file = pyarrow.parquet.ParquetFile(
+                    self.path,
+                    page_checksum_verification=has_pages_to_check,
+                    read_dictionary=repeated,
+                )
+            self._file = file
+            groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        self._bounds = np.concatenate(([0], np.cumsum(groups, dtype=np.int64)))
+
+    def __enter__(self) -> RowReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.schema.names
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, columns: Sequence[str] | None = None) -> pyarrow.Table:
+        """The table, or these columns of it. `RolloutDataError` where it is damaged."""
+        with self._errors():
+            return _with_texts(
+                self._file.read(columns=None if columns is None else list(columns)),
+                self.schema,
+                self._limit,
+            )
+
+    def rows(self, rows: Sequence[int], columns: Sequence[str]) -> pyarrow.Table:
+        """These rows, in this order, of these columns. `RolloutDataError` where the file is
+        damaged, IndexError for a row that it does not have.
+        """
+        wanted = np.asarray(rows, dtype=np.int64)
+        if len(wanted) and not (0 <= wanted.min() and wanted.max() < self.num_rows):
+            raise IndexError(f"{self.path} has {self.num_rows} rows; asked for {wanted.max()}.")
+        group = np.searchsorted(self._bounds, wanted, side="right") - 1
+        groups, places = np.unique(group, return_inverse=True)
+        first = self._bounds[groups]
+        before = np.concatenate(([0], np.cumsum(self._bounds[groups + 1] - first)))
+        with self._errors():
+            table = self._file.read_row_groups(groups.tolist(), columns=list(columns))
+            found = table.take(before[places] + wanted - first[places])
+            return _with_texts(found, self.schema, self._limit)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        import pyarrow
+
+        try:
+            yield
+        except _Bomb as bomb:
+            raise RolloutDataError(
+                f"{self.path} has {self.path.stat().st_size:,} bytes and would take "
+                f"{bomb.num_bytes:,} in memory; no {self.what} of ours expands so far."
+            ) from None
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            raise RolloutDataError(f"{self.path} is not a whole {self.what}: {error}") from error
 
 
 def _has_good_seal(path: Path) -> bool:
