@@ -38,6 +38,7 @@ EXTRAS = {
     "data": ["pyarrow>=15"],
     "wandb": ["wandb>=0.18"],
     "tensorboard": ["tensorboard>=2.17"],
+    "viewer": ["pyarrow>=15", "starlette>=0.40", "uvicorn>=0.29"],
     "router": ["sglang-router>=0.3", "setproctitle>=1.3", "fastapi>=0.110", "uvicorn>=0.29"],
 }
 EXTRAS["test"] = sorted(
@@ -48,6 +49,7 @@ EXTRAS["test"] = sorted(
         "httpx>=0.27",
         "hypothesis>=6.100",
         "mypy>=1.11",
+        "playwright>=1.45",  # drives the system's Chromium; it downloads none
         "pandas>=2.2.2",
         "polars>=1.0",
         "pytest>=8.2",

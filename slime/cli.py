@@ -100,6 +100,11 @@ COMMANDS: dict[str, Command] = {
         "A recording or a rollout dump; one sample, token by token.",
         raw=True,
     ),
+    "view": Command(
+        "slime.view.command:main",
+        "Look at runs and recordings in a browser: curves, samples, every token.",
+        raw=True,
+    ),
     "trace": Command(
         "slime.harness.trace:main",
         "What each process of a run did when: a table, and a file for ui.perfetto.dev.",

@@ -145,6 +145,23 @@ class JsonlTail:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return list(self._parse(lines))
 
+    def read_end(self, num_bytes: int) -> list[dict[str, Any]]:
+        """Returns the complete records in the file's last `num_bytes`, once; [] when it is not
+        there.
+        """
+        try:
+            size = self.path.stat().st_size
+        except OSError:
+            return []
+        self._offset = max(0, size - num_bytes - 1)
+        begins_inside = self._offset > 0
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        *lines, self._rest = data.split(b"\n")
+        return list(self._parse(lines[begins_inside:]))
+
     def _parse(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
         for line in lines:
             if not line:

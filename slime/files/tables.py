@@ -257,6 +257,16 @@ class RowReader:
                 self._limit,
             )
 
+    def groups(self, columns: Sequence[str]) -> Iterator[tuple[int, pyarrow.Table]]:
+        """(number of its first row, these columns) of each row group. `RolloutDataError` where the
+        file is damaged.
+        """
+        for number, first in enumerate(self._bounds[:-1].tolist()):
+            with self._errors():
+                table = self._file.read_row_group(number, columns=list(columns))
+                found = _with_texts(table, self.schema, self._limit)
+            yield first, found
+
     def rows(self, rows: Sequence[int], columns: Sequence[str]) -> pyarrow.Table:
         """These rows, in this order, of these columns. `RolloutDataError` where the file is
         damaged, IndexError for a row that it does not have.

@@ -1,0 +1,511 @@
+"""The samples of one rollout as a table: a column of numbers or texts per fact, texts and token
+columns on demand. A recorded rollout, a snapshot of the gate and a rollout dump have the same columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime.exceptions import RolloutDataError
+from slime.files import tables
+from slime.files.json_values import decode_json
+from slime.files.rollout_dump import read_rollout_dump
+from slime.files.sample_table import sample_table
+from slime.recording import manifest
+from slime.view.catalog import RolloutRef
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SMALL_PART = 32 << 20  # bytes of a part whose hash is compared before it is read
+LARGEST_TEXTS = 256 << 20  # bytes of texts that are kept in memory
+LARGEST_DUMP = 512 << 20
+EXCERPT = 160
+# column -> (unit, what it is)
+NUMBERS = {
+    "row": ("", "row of the samples part; the address of a sample"),
+    "index": ("", "Sample.index"),
+    "group": ("", "Sample.group_index: samples of one prompt"),
+    "reward": ("", "reward, as scored"),
+    "normalized": ("", "reward after group normalization, as it trained"),
+    "length": ("tokens", "tokens of the response"),
+    "rank": ("", "data-parallel rank that trained it"),
+    "step": ("", "optimizer step of the rollout"),
+    "micro_batch": ("", "micro-batch of the rank"),
+    "gap": ("nats", "mean |trainer - engine| log-prob of its trained tokens"),
+    "advantage": ("", "mean advantage of its trained tokens"),
+}
+TEXTS = {
+    "status": "completed, truncated, aborted, failed",
+    "verdict": "trained, kept, or why it was dropped",
+    "detail": "what the gate's check found",
+    "source": "source of the prompt",
+    "versions": "weight versions that sampled it",
+    "finish": "finish reason of the engine",
+    "label": "the label",
+}
+LONG = ("prompt", "response")
+TOKEN_STATISTICS = ("gap", "advantage")
+
+
+class RolloutTable:
+    """One rollout. For any thread. `notes`: what is missing or damaged, a sentence each."""
+
+    def __init__(self, ref: RolloutRef, background: ThreadPoolExecutor) -> None:
+        """`RolloutDataError` where there are no samples that can be read."""
+        self.ref = ref
+        self.notes: list[str] = []
+        self._lock = threading.RLock()
+        self._checks: list[Future[str | None]] = []
+        self._readers: dict[str, tables.RowReader] = {}
+        self._texts: dict[str, pyarrow.ChunkedArray] = {}
+        self._dump: pyarrow.Table | None = None
+        self._open(background)
+        self.num_rows = self._num_rows()
+        if "trained" not in self.parts and "schedule" not in self.parts and ref.kind == "recorded":
+            self.notes.append("it has no schedule: the run ended before it was split over ranks")
+
+    def _open(self, background: ThreadPoolExecutor) -> None:
+        ref = self.ref
+        if ref.kind == "dump" and ref.path.suffix != ".parquet":
+            if ref.path.stat().st_size > LARGEST_DUMP:
+                raise RolloutDataError(f"{ref.path} has more than {LARGEST_DUMP:,} bytes.")
+            self._dump = sample_table(read_rollout_dump(ref.path), describe=True)
+            return
+        for name, path in self._files().items():
+            try:
+                is_verified = self._check(name, path, background)
+                self._readers[name] = tables.RowReader(
+                    path, what=f"{name} part", is_verified=is_verified
+                )
+            except (RolloutDataError, OSError) as error:
+                self.notes.append(str(error)[:600])
+        if "samples" not in self._readers:
+            raise RolloutDataError("; ".join(self.notes) or f"{ref.path} has no samples part yet.")
+
+    def _files(self) -> dict[str, Path]:
+        path = self.ref.path
+        if self.ref.kind == "recorded":
+            found = {}
+            for writer in manifest.WRITERS:
+                try:
+                    listed = manifest.read_manifest(path, writer)
+                except RolloutDataError as error:
+                    self.notes.append(str(error)[:600])
+                    continue
+                if listed is not None:
+                    self._listed(listed)
+                    found.update({name: path / part.file for name, part in listed.parts.items()})
+            return {
+                name: found[name]
+                for name in ("samples", "columns", "schedule", "train")
+                if name in found
+            }
+        if self.ref.kind == "snapshot":
+            place = path.with_name(path.name.replace("raw_", "place_"))
+            return {"samples": path} | ({"schedule": place} if place.is_file() else {})
+        trained = path.parent.parent / "train_data" / path.name
+        is_there = trained.is_file() and not trained.is_symlink()
+        return {"samples": path} | ({"train": trained} if is_there else {})
+
+    def _listed(self, listed: manifest.Manifest) -> None:
+        if not hasattr(self, "_parts"):
+            self._parts: dict[str, manifest.Part] = {}
+        self._parts.update(listed.parts)
+        if not listed.facts.get("complete"):
+            self.notes.append(
+                f"the {listed.writer} writer has not completed it: the run goes on, or ended early"
+            )
+
+    def _check(self, name: str, path: Path, background: ThreadPoolExecutor) -> bool:
+        """Holds a part against its manifest: a large one meanwhile, while it is read. Returns
+        whether its bytes are known to be those that were written.
+        """
+        if self.ref.kind != "recorded":
+            if path.is_symlink():
+                raise RolloutDataError(f"{path} is a link; samples are files.")
+            return False
+        part, folder = self._parts[name], self.ref.path
+        is_small = part.num_bytes <= SMALL_PART
+        problem = manifest.verify_part(folder, part, hashes=is_small)
+        if problem is not None:
+            raise RolloutDataError(problem)
+        if not is_small:
+            self._checks.append(background.submit(manifest.verify_part, folder, part))
+        return is_small
+
+    @property
+    def problems(self) -> list[str]:
+        """`notes`, and what the checks of large parts have found until now."""
+        ended = [one.result() for one in self._checks if one.done() and not one.exception()]
+        waiting = sum(not one.done() for one in self._checks)
+        return [
+            *self.notes,
+            *(one for one in ended if one is not None),
+            *([f"the hashes of {waiting} large parts are being compared"] if waiting else []),
+        ]
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts that are there."""
+        return list(self._readers) or ["samples"]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that its columns take, about."""
+        kept = [value for name, value in self.__dict__.items() if isinstance(value, np.ndarray)]
+        return sum(one.nbytes for one in kept) + sum(one.nbytes for one in self._texts.values())
+
+    def close(self) -> None:
+        with self._lock:
+            for reader in self._readers.values():
+                reader.close()
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _num_rows(self) -> int:
+        return len(self._dump) if self._dump is not None else self._readers["samples"].num_rows
+
+    def _names(self, part: str) -> list[str]:
+        if part == "samples" and self._dump is not None:
+            return list(self._dump.column_names)
+        return list(self._readers[part].schema.names) if part in self._readers else []
+
+    def _read(self, part: str, names: Sequence[str]) -> pyarrow.Table:
+        known = [name for name in names if name in self._names(part)]
+        if part == "samples" and self._dump is not None:
+            return self._dump.select(known)
+        with self._lock:
+            return self._readers[part].read(known)
+
+    def _rows(self, part: str, rows: Sequence[int], names: Sequence[str]) -> dict[str, list[Any]]:
+        known = [name for name in names if name in self._names(part)]
+        if part == "samples" and self._dump is not None:
+            return self._dump.select(known).take(list(rows)).to_pydict()
+        with self._lock:
+            return self._readers[part].rows(rows, known).to_pydict()
+
+    # --- columns ----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _plain(self) -> dict[str, list[Any]]:
+        names = (
+            "index", "group_index", "response_length", "status", "finish_reason", "reward",
+            "label", "weight_versions", "metadata", "valid", "reason", "detail", "dropped",
+            "dropped_by",
+        )  # fmt: skip
+        return self._read("samples", names).to_pydict()
+
+    @functools.cached_property
+    def position_of_row(self) -> np.ndarray:
+        """The place in the batch of each row of the samples, -1 of one that was not handed on."""
+        places = np.full(self.num_rows, -1, dtype=np.int64)
+        for part in ("columns", "schedule"):
+            if "raw_row" in self._names(part):
+                rows = tables.numbers_of(self._read(part, ["raw_row"])["raw_row"]).astype(np.int64)
+                fitting = (rows >= 0) & (rows < self.num_rows)
+                # of several rows made of one sample the first is shown
+                places[rows[fitting][::-1]] = np.flatnonzero(fitting)[::-1]
+                return places
+        if "train" in self._readers:  # a dump: its rows are the batch
+            count = min(self.num_rows, self._readers["train"].num_rows)
+            places[:count] = np.arange(count)
+        return places
+
+    def _by_position(self, part: str, name: str) -> np.ndarray:
+        """A number of the batch by row of the samples, NaN where it has none."""
+        found = np.full(self.num_rows, np.nan)
+        if name not in self._names(part):
+            return found
+        values = self._read(part, [name])[name].to_pylist()
+        numbers = np.array([np.nan if one is None else float(one) for one in values])
+        places = self.position_of_row
+        known = (places >= 0) & (places < len(numbers))
+        found[known] = numbers[places[known]]
+        return found
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, np.ndarray]:
+        plain, count = self._plain, self.num_rows
+
+        def numbers(name: str) -> np.ndarray:
+            values = plain.get(name) or [None] * count
+            return np.array([np.nan if one is None else float(one) for one in values])
+
+        columns = {
+            "row": np.arange(count, dtype=np.float64),
+            "index": numbers("index"),
+            "group": numbers("group_index"),
+            "reward": np.array([_reward(one) for one in plain.get("reward") or [None] * count]),
+            "normalized": self._by_position(
+                "columns" if "columns" in self._readers else "train", "rewards"
+            ),
+            "length": numbers("response_length"),
+        }
+        of = "schedule" if "schedule" in self._readers else "train"
+        for name, column in (("rank", "dp_rank"), ("step", "step"), ("micro_batch", "micro_batch")):
+            values = self._by_position(of, column)
+            columns[name] = np.where(values < 0, np.nan, values)
+        texts = {
+            "status": plain.get("status"),
+            "finish": plain.get("finish_reason"),
+            "detail": plain.get("detail"),
+            "versions": [_versions(one) for one in plain.get("weight_versions") or []],
+            "source": [_source(one) for one in plain.get("metadata") or []],
+            "label": [_short_json(one) for one in plain.get("label") or []],
+            "verdict": self._verdicts(columns["rank"]),
+        }
+        for name, entries in texts.items():
+            filled = ["" if one is None else str(one) for one in entries or [""] * count]
+            columns[name] = np.array(filled, dtype=object)
+        return columns
+
+    def _verdicts(self, rank_N: np.ndarray) -> list[str]:
+        plain, found = self._plain, []
+        split = "schedule" in self._readers or "train" in self._readers
+        nothing = [None] * self.num_rows
+        valid, reasons, dropped, before = (
+            plain.get(name) or nothing for name in ("valid", "reason", "dropped", "dropped_by")
+        )
+        for row in range(self.num_rows):
+            if before[row] is not None:
+                found.append(f"before the gate: {before[row]}")
+            elif dropped[row]:
+                found.append(f"gate: {reasons[row] or 'rejected'}")
+            elif not split:
+                found.append("kept" if valid[row] in (None, True) else f"kept: {reasons[row]}")
+            elif np.isnan(rank_N[row]):
+                found.append("not trained" + (f": {reasons[row]}" if reasons[row] else ""))
+            else:
+                found.append("trained" + (f": {reasons[row]}" if reasons[row] else ""))
+        return found
+
+    @functools.cached_property
+    def _token_statistics(self) -> dict[str, np.ndarray]:
+        """Mean gap and advantage of each sample's trained tokens; NaN where there is none."""
+        found = {name: np.full(self.num_rows, np.nan) for name in TOKEN_STATISTICS}
+        names = self._names("train")
+        if "loss_masks" not in names:
+            return found
+        columns = ("loss_masks", "log_probs", "rollout_log_probs", "advantages")
+        by_place = {name: np.full(self._readers["train"].num_rows, np.nan) for name in found}
+        for first, table in self._readers["train"].groups([n for n in columns if n in names]):
+            flat = {name: tables.lists_of(table[name])[:2] for name in table.column_names}
+            mask, offsets = flat.pop("loss_masks")
+            fitting = {name: one[0] for name, one in flat.items() if len(one[0]) == len(mask)}
+            gap = None
+            if {"log_probs", "rollout_log_probs"} <= fitting.keys():
+                gap = np.abs(fitting["log_probs"] - fitting["rollout_log_probs"])
+            for name, values in (("gap", gap), ("advantage", fitting.get("advantages"))):
+                if values is not None:
+                    means = _means(values, mask != 0, offsets)
+                    by_place[name][first : first + len(means)] = means
+        places = self.position_of_row
+        known = (places >= 0) & (places < self._readers["train"].num_rows)
+        for name in found:
+            found[name][known] = by_place[name][places[known]]
+        return found
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns that this rollout has."""
+        with self._lock:
+            shown = [
+                name
+                for name, values in self._columns.items()
+                if name in ("row", "index", "group", "verdict", "length")
+                or (
+                    any(map(bool, values.tolist()))
+                    if values.dtype == object
+                    else bool((values == values).any())
+                )
+            ]
+        has_train = "log_probs" in self._names("train")
+        return shown + (list(TOKEN_STATISTICS) if has_train else [])
+
+    def column(self, name: str) -> np.ndarray:
+        """A column [N]: float64 with NaN, or texts. KeyError for another name."""
+        with self._lock:
+            if name in TOKEN_STATISTICS:
+                return self._token_statistics[name]
+            if name in LONG:
+                return np.array(self.long_texts(name).to_pylist(), dtype=object)
+            return self._columns[name]
+
+    def has_token_statistics(self) -> bool:
+        """Whether they have been computed."""
+        return "_token_statistics" in self.__dict__
+
+    # --- texts ------------------------------------------------------------------------------------
+
+    def long_texts(self, name: str) -> pyarrow.ChunkedArray:
+        """Prompts or responses, kept in memory where they fit."""
+        import pyarrow
+
+        with self._lock:
+            known = self._texts.get(name)
+            if known is not None:
+                return known
+            if name not in self._names("samples"):
+                return pyarrow.chunked_array([pyarrow.array([""] * self.num_rows)])
+            found = self._read("samples", [name])[name]
+            if found.nbytes <= LARGEST_TEXTS:
+                self._texts[name] = found
+            return found
+
+    def excerpts(self, rows: Sequence[int], name: str) -> list[str]:
+        """The beginnings of some rows' texts."""
+        import pyarrow.compute
+
+        found = pyarrow.compute.take(self.long_texts(name), list(rows))
+        return [(one or "")[:EXCERPT] for one in found.to_pylist()]
+
+    def search(self, text: str) -> np.ndarray:
+        """bool [N]: whose prompt, response, label or detail contains the text, whatever its case."""
+        import pyarrow.compute
+
+        with self._lock:
+            found = np.zeros(self.num_rows, dtype=bool)
+            for name in LONG:
+                matches = pyarrow.compute.match_substring(
+                    self.long_texts(name), text, ignore_case=True
+                )
+                found |= matches.fill_null(False).to_numpy()
+            wanted = text.casefold()
+            for name in ("label", "detail"):
+                values = self._columns[name]
+                found |= np.fromiter(
+                    (wanted in one.casefold() for one in values), dtype=bool, count=self.num_rows
+                )
+            return found
+
+    # --- one sample -------------------------------------------------------------------------------
+
+    def sample(self, row: int) -> dict[str, Any]:
+        """Every column of a row of the samples. IndexError where there is no such row."""
+        if not 0 <= row < self.num_rows:
+            raise IndexError(f"{self.ref.title} has {self.num_rows} samples; asked for {row}.")
+        found = self._rows("samples", [row], self._names("samples"))
+        return {name: values[0] for name, values in found.items()}
+
+    def trained(self, row: int) -> dict[str, Any]:
+        """Every field that training had of a row; {} of one that did not train."""
+        place = int(self.position_of_row[row])
+        if place < 0 or "train" not in self._readers:
+            return {}
+        if place >= self._readers["train"].num_rows:
+            return {}
+        found = self._rows("train", [place], self._names("train"))
+        fields = {name: values[0] for name, values in found.items()}
+        rank = fields.get("dp_rank")
+        return {} if rank is None or rank < 0 else fields
+
+    def group_rows(self, row: int) -> list[int]:
+        """The rows of the sample's group, its own among them."""
+        with self._lock:
+            groups = self._columns["group"]
+        if np.isnan(groups[row]):
+            return [row]
+        return np.flatnonzero(groups == groups[row]).tolist()
+
+
+def _means(values: np.ndarray, mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """The mean of each list's masked values; NaN where none is."""
+    counts = np.diff(np.concatenate(([0], np.cumsum(mask)))[offsets])
+    total = np.concatenate(([0.0], np.cumsum(np.where(mask, values, 0.0), dtype=np.float64)))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.diff(total[offsets]) / counts
+
+
+def _reward(text: str | None) -> float:
+    value = _value(text)
+    if isinstance(value, dict):
+        named = [value.get(name) for name in ("score", "reward", "total")]
+        value = next((one for one in (*named, *value.values()) if _is_number(one)), None)
+    return float(value) if _is_number(value) else np.nan
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def _value(text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return decode_json(text.encode())
+    except (ValueError, TypeError, RolloutDataError):
+        return text
+
+
+def _versions(text: str | None) -> str:
+    value = _value(text)
+    return ", ".join(dict.fromkeys(map(str, value)))[:80] if isinstance(value, list) else ""
+
+
+def _source(text: str | None) -> str:
+    value = _value(text) if text and text != "{}" else None
+    return str(value.get("source") or "")[:80] if isinstance(value, dict) else ""
+
+
+def _short_json(text: str | None) -> str:
+    value = _value(text)
+    if value is None:
+        return ""
+    return (value if isinstance(value, str) else json.dumps(value, default=str))[:EXCERPT]
+
+
+class RolloutLibrary:
+    """The rollouts that were looked at last; the oldest are closed."""
+
+    MOST = 4
+    MOST_BYTES = 400 << 20
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[Any, ...], RolloutTable] = {}
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hashes")
+
+    def get(self, ref: RolloutRef) -> RolloutTable:
+        """The table of a rollout. `RolloutDataError` where it has none."""
+        key = (ref, _changed_at(ref))
+        with self._lock:
+            found = self._open.pop(key, None)
+            if found is None:
+                found = RolloutTable(ref, self._background)
+            self._open[key] = found
+            self._evict()
+            return found
+
+    def _evict(self) -> None:
+        for key in list(self._open)[:-1]:
+            total = sum(one.num_bytes for one in self._open.values())
+            if len(self._open) <= self.MOST and total <= self.MOST_BYTES:
+                return
+            self._open.pop(key)  # closed by whoever uses it last
+
+    def close(self) -> None:
+        self._background.shutdown(wait=False, cancel_futures=True)
+
+
+def _changed_at(ref: RolloutRef) -> tuple[int, ...]:
+    paths = (
+        [manifest.manifest_path(ref.path, writer) for writer in manifest.WRITERS]
+        if ref.kind == "recorded"
+        else [ref.path]
+    )
+    found = []
+    for path in paths:
+        try:
+            found.append(path.stat().st_mtime_ns)
+        except OSError:
+            found.append(0)
+    return tuple(found)

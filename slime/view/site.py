@@ -1,0 +1,270 @@
+"""What all pages share: the folders, the readers, the templates, and how an error is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import jinja2
+import markupsafe
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from slime import __version__
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.view.catalog import Catalog, Entry, RolloutRef, find_rollout, rollouts_of
+from slime.view.charts import Spark, number_text
+from slime.view.jobs import Jobs
+from slime.view.rollout_table import RolloutLibrary, RolloutTable
+from slime.view.run_data import RunLibrary, Snapshot
+from slime.view.token_view import Decoders
+
+HERE = Path(__file__).parent
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\ufeff\ufff9-\ufffb]"
+)
+LONGEST_TEXT = 200_000  # characters of a text on one page
+
+
+class Site:
+    """The parts of a running viewer."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.runs = RunLibrary(catalog)
+        self.rollouts = RolloutLibrary()
+        self.decoders = Decoders()
+        self.jobs = Jobs()
+        self.templates = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(HERE / "templates"),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalize=visible,
+        )
+        self.templates.globals.update(
+            version=__version__,
+            number=number_text,
+            url=url,
+            when=when,
+            Spark=Spark,
+            isnan=math.isnan,
+        )
+        self.templates.filters["data"] = data_block
+        self.templates.filters["cut"] = cut
+
+    def close(self) -> None:
+        self.jobs.close()
+        self.rollouts.close()
+
+    # --- what an address names --------------------------------------------------------------------
+
+    def entry(self, request: Request) -> Entry:
+        """The run in the address. `Missing` where there is none."""
+        return self.entry_named(request.path_params["slug"])
+
+    def entry_named(self, slug: str) -> Entry:
+        found = self.catalog.find(slug)
+        if found is None:
+            raise Missing(f"There is no run {slug[:80]!r} in the given folders.")
+        return found
+
+    def snapshot(self, entry: Entry) -> Snapshot:
+        """The run as it is now."""
+        return self.runs.get(entry).now()
+
+    def ref(self, request: Request) -> tuple[Entry, RolloutRef]:
+        entry = self.entry(request)
+        try:
+            return entry, find_rollout(entry, request.path_params["key"])
+        except RolloutDataError as error:
+            raise Missing(str(error)) from error
+
+    def table(self, request: Request) -> tuple[Entry, RolloutRef, RolloutTable]:
+        """The rollout in the address, and its samples."""
+        entry, ref = self.ref(request)
+        return entry, ref, self.rollouts.get(ref)
+
+    def neighbours(self, entry: Entry, ref: RolloutRef) -> tuple[str | None, str | None]:
+        """The keys of the rollouts before and after, of the same kind of data."""
+        keys = [one.key for one in rollouts_of(entry) if one.evaluation == ref.evaluation]
+        place = keys.index(ref.key)
+        before = keys[place - 1] if place else None
+        return before, keys[place + 1] if place + 1 < len(keys) else None
+
+    def tokenizer_folders(self, entry: Entry) -> list[Path]:
+        """Where the run's tokenizer may be: recorded, or the folder that its options name, if that
+        is one of those that may be read.
+        """
+        found = []
+        if entry.recording is not None:
+            found.append(entry.recording / "tokenizer")
+        named = self.catalog.config(entry.path).get("hf_checkpoint")
+        if isinstance(named, str) and named and self.catalog.contains(Path(named)):
+            found.append(Path(named))
+        return found
+
+    # --- answers ----------------------------------------------------------------------------------
+
+    def page(
+        self, request: Request, template: str, *, status: int = 200, **values: Any
+    ) -> Response:
+        """A page of a template."""
+
+        def request_query(**changes: object) -> str:
+            return query_with(request, changes)
+
+        known = {
+            "request_query": request_query,
+            "path": request.url.path,
+            "entry": None,
+            "tab": "",
+            "live": False,
+            **values,
+        }
+        text = self.templates.get_template(template).render(known)
+        return HTMLResponse(text.encode("utf-8", "backslashreplace"), status_code=status)
+
+    def error(self, request: Request, error: Exception) -> Response:
+        """What is shown instead of a page."""
+        status = 404 if isinstance(error, Missing) else 200
+        if request.url.path.startswith("/api/"):
+            return JSONResponse({"error": str(error)}, status_code=status)
+        return self.page(
+            request, "error.jinja", status=status, message=str(error), title="Not shown"
+        )
+
+
+class Missing(ConfigError):
+    """An address that names nothing."""
+
+
+def visible(value: Any) -> Any:
+    """A text with its control characters, and those that are invisible or change the order of
+    others, spelled out. Every value of a page goes through this.
+    """
+    if type(value) is not str or value.isascii() and value.isprintable():
+        return value
+    return _HIDDEN.sub(_spelled_out, value)
+
+
+def _spelled_out(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else f"\u27e8U+{code:04X}\u27e9"
+
+
+def query_with(request: Request, changes: Mapping[str, object]) -> str:
+    """The query of a request with some values changed; 0 and "" leave one out."""
+    pairs = [
+        (name, value) for name, value in request.query_params.multi_items() if name not in changes
+    ]
+    pairs += [(name, str(value)) for name, value in changes.items() if value not in (None, "", 0)]
+    return f"?{urlencode(pairs)}" if pairs else "?"
+
+
+def number_in(request: Request, name: str, default: int, *, low: int = 0, high: int = 10**9) -> int:
+    """A whole number of the query, within bounds."""
+    try:
+        return max(low, min(high, int(request.query_params.get(name, default))))
+    except ValueError:
+        return default
+
+
+def text_in(request: Request, name: str, *, limit: int = 500) -> str:
+    """A text of the query."""
+    return request.query_params.get(name, "")[:limit]
+
+
+def url(*parts: object, **query: object) -> str:
+    """An address of this site: the parts with slashes, and a query of what is not empty."""
+    path = "/" + "/".join(quote(str(part), safe="~") for part in parts)
+    pairs = [
+        (name, one)
+        for name, value in query.items()
+        for one in (value if isinstance(value, list | tuple) else [value])
+        if one not in (None, "", 0) or (name == "group" and one == 0)
+    ]
+    return path + (f"?{urlencode(pairs)}" if pairs else "")
+
+
+def when(seconds: float | None) -> markupsafe.Markup:
+    """A time, as UTC, which the page's script shows in the reader's zone."""
+    if seconds is None:
+        return markupsafe.Markup("")
+    try:
+        moment = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
+    except (OverflowError, OSError, ValueError):
+        return markupsafe.Markup("")
+    return markupsafe.Markup('<time datetime="{}">{} UTC</time>').format(
+        moment.isoformat(timespec="seconds"), moment.strftime("%Y-%m-%d %H:%M")
+    )
+
+
+def data_block(value: Any) -> markupsafe.Markup:
+    """JSON that stands in a page: no text in it can end the element that it stands in."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"), default=str)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return markupsafe.Markup(text)  # noqa: S704 - the characters of markup are escaped above
+
+
+def cut(text: object, limit: int = LONGEST_TEXT) -> str:
+    """A text, without what is beyond the limit."""
+    shown = "" if text is None else str(text)
+    return shown if len(shown) <= limit else f"{shown[:limit]} ... {len(shown) - limit:,} more"
+
+
+def finite(value: float) -> float | None:
+    """A number that JSON has."""
+    return float(value) if math.isfinite(value) else None
+
+
+def as_plain(value: Mapping[str, Any] | Any) -> Any:
+    """A value of a file as JSON has it: NaN and infinities are texts, bytes and others described."""
+    if isinstance(value, dict):
+        return {str(key): as_plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return number_text(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pager:
+    """A page of many rows. number: from 0."""
+
+    number: int
+    size: int
+    total: int
+
+    @property
+    def first(self) -> int:
+        return self.number * self.size
+
+    @property
+    def last(self) -> int:
+        return min(self.total, self.first + self.size)
+
+    @property
+    def num_pages(self) -> int:
+        return max(1, -(-self.total // self.size))
+
+
+def pager(request: Request, total: int, *, size: int = 50) -> Pager:
+    """The page that a request asks for; the last one where it asks for a later one."""
+    last = max(0, -(-total // size) - 1)
+    return Pager(min(number_in(request, "page", 0), last), size, total)

@@ -1,0 +1,226 @@
+"""What the viewer reads: filters, tokens and their texts, row groups of a table, the state of a run."""
+
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import pytest
+from support.view_runs import GOLDEN, make_run
+
+from slime.exceptions import ConfigError, RolloutDataError
+from slime.files import tables
+from slime.files.jsonl import JsonlTail, JsonlWriter
+from slime.view import command
+from slime.view.catalog import Catalog, find_rollout, rollouts_of
+from slime.view.filters import filter_rows
+from slime.view.rollout_table import RolloutTable
+from slime.view.run_state import state_of
+from slime.view.token_view import Decoders, differing_part, pieces, tokens_of
+
+NUM_GPUS = 0
+COLUMNS = {
+    "reward": np.array([0.0, 0.5, np.nan, 1.0]),
+    "length": np.array([3.0, 40.0, 5.0, 7.0]),
+    "status": np.array(["completed", "truncated", "", "completed"], dtype=object),
+}
+
+
+@pytest.mark.parametrize(
+    ("expression", "rows"),
+    [
+        ("reward < 0.6", [0, 1]),
+        ("not reward < 0.6", [2, 3]),
+        ("0 <= reward <= 0.5 and length > 10", [1]),
+        ("reward == none", [2]),
+        ("reward != none and status != 'truncated'", [0, 3]),
+        ("'TRUNC' in status or length == 7", [1, 3]),
+        ("status in ['completed', '']", [0, 2, 3]),
+        ("abs(reward - 0.5) * 2 >= 1 and -length < -3", [3]),
+        ("length / 0 > 1", [0, 1, 2, 3]),
+    ],
+)
+def test_a_filter_chooses_rows(expression, rows):
+    found = filter_rows(expression, COLUMNS.__getitem__, list(COLUMNS), 4)
+    assert np.flatnonzero(found).tolist() == rows
+
+
+@pytest.mark.parametrize(
+    ("expression", "said"),
+    [
+        ("", "cannot be read"),
+        ("reward <", "cannot be read"),
+        ("reward", "is no condition"),
+        ("1 < 2 < ", "cannot be read"),
+        ("rewards > 1", "Columns here: reward, length, status"),
+        ("status < 'a'", "Texts are compared"),
+        ("status == 1", "cannot be compared"),
+        ("__import__('os').system('true')", "which it cannot"),
+        ("reward.__class__", "which it cannot"),
+        ("(lambda: 1)() == 1", "which it cannot"),
+        ("[x for x in reward] == 1", "which it cannot"),
+        ("reward ** 9 > 1", "which it cannot"),
+        ("f'{reward}' == 'a'", "which it cannot"),
+        (" and ".join(["reward > 1"] * 60), "characters"),
+        ("+".join(["1"] * 90) + " > 1", "too many parts"),
+        ("(" * 240 + "1" + ")" * 240, "cannot be read"),
+    ],
+)
+def test_a_filter_that_is_none_says_so_and_executes_nothing(expression, said):
+    with pytest.raises(ConfigError, match=said):
+        filter_rows(expression, COLUMNS.__getitem__, list(COLUMNS), 4)
+
+
+def test_a_character_of_several_tokens_is_the_text_of_the_first():
+    parts = {1: b"a", 2: b"\xf0\x9f", 3: b"\x98", 4: b"\x80", 5: b"b", 6: b"\xff"}
+
+    def decode(ids):
+        return b"".join(parts[one] for one in ids).decode("utf-8", "replace")
+
+    assert pieces([1, 2, 3, 4, 5], decode) == ["a", "\U0001f600", "", "", "b"]
+    assert pieces([1, 6, 5], decode) == ["a", "\ufffd", "b"]  # a broken byte stands alone
+
+
+def test_texts_that_differ_are_split_around_what_differs():
+    assert differing_part("one two", "one two") is None
+    assert differing_part("one two", "one 2 two") == ("one ", "", "2 ", "two")
+    assert differing_part("", "a") == ("", "", "a", "")
+
+
+def test_lengths_that_contradict_are_named_and_the_rest_is_shown():
+    sample = {
+        "tokens": [1, 2, 3],
+        "response_length": 2,
+        "rollout_log_probs": [-1.0],
+        "loss_mask": [1, 1],
+    }
+    found = tokens_of(sample, {"log_probs": [-1.0, float("nan")]}, None)
+    assert found.notes == ["1 entries of rollout_log_probs for 2 response tokens"]
+    assert found.columns == {"trainer": [-1.0, "NaN"]} and found.ids == [2, 3]
+    longer = tokens_of({"tokens": [1], "response_length": 5}, {}, None)
+    assert longer.total == 1 and "response_length is 5" in longer.notes[0]
+
+
+def test_the_decoder_of_a_recording_needs_no_transformers():
+    decode, why = Decoders().of([GOLDEN / "nothing", GOLDEN / "tokenizer"])
+    assert why is None and decode([33, 35, 27]) == "sum"
+    assert "no tokenizer.json" in Decoders().of([GOLDEN])[1]
+
+
+def test_rows_of_a_large_table_are_read_by_the_groups_that_they_are_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "GROUP_ENTRIES", 1000)
+    import pyarrow
+
+    lengths = np.full(300, 10)
+    values = np.arange(3000, dtype=np.int32)
+    table = pyarrow.table({"row": np.arange(300), "tokens": tables.list_column(values, lengths)})
+    tables.write_table(tmp_path / "t.parquet", table)
+    with tables.RowReader(tmp_path / "t.parquet") as reader:
+        assert [first for first, _ in reader.groups(["row"])] == [0, 100, 200]
+        found = reader.rows([250, 3, 3, 299], ["row", "tokens"]).to_pydict()
+        assert found["row"] == [250, 3, 3, 299] and found["tokens"][0] == list(range(2500, 2510))
+        assert reader.rows([], ["row"]).num_rows == 0
+        with pytest.raises(IndexError, match="300 rows"):
+            reader.rows([300], ["row"])
+    assert tables.read_table(tmp_path / "t.parquet").equals(table)
+
+
+def test_a_recorded_rollout_joins_its_parts_by_row():
+    entry = Catalog([GOLDEN]).entries()[0]
+    with ThreadPoolExecutor(1) as pool:
+        table = RolloutTable(find_rollout(entry, "rollout-1"), pool)
+    read = {
+        name: tables.read_table(GOLDEN / "rollout_000001" / f"{name}.parquet")
+        for name in ("columns", "schedule", "train")
+    }
+    place = read["columns"]["raw_row"].to_pylist().index(7)
+    assert table.column("normalized")[7] == pytest.approx(read["columns"]["rewards"][place].as_py())
+    assert table.column("micro_batch")[7] == read["schedule"]["micro_batch"][place].as_py()
+    train = read["train"].slice(place, 1).to_pylist()[0]
+    mask = np.array(train["loss_masks"], dtype=bool)
+    gap = np.abs(np.array(train["log_probs"]) - np.array(train["rollout_log_probs"]))[mask].mean()
+    assert table.column("gap")[7] == pytest.approx(gap, abs=1e-6)
+    with pytest.raises(RolloutDataError, match="rollout 0 to rollout 2"):
+        find_rollout(entry, "rollout-9")
+
+
+def test_slugs_stay_apart_and_name_one_folder(tmp_path):
+    for name in ("a/x", "b/x", "a b", "ab", "ä", "ö"):
+        make_run(tmp_path / name, rollouts=1)
+    catalog = Catalog([tmp_path / "a", tmp_path / "b", tmp_path])
+    slugs = [entry.slug for entry in catalog.entries()]
+    assert len(set(slugs)) == len(slugs) == 6
+    assert all(catalog.find(entry.slug) == entry for entry in catalog.entries())
+    assert [one.key for one in rollouts_of(catalog.entries()[0])] == ["rollout-0"]
+
+
+@pytest.mark.parametrize(
+    ("log", "age", "word", "note"),
+    [
+        (None, 0, "running", ""),
+        (None, 900, "died", "it stopped while: train 3/8"),
+        ("slime: finished with status 0 after 3 s\n", 900, "ended", ""),
+        ("Traceback\nslime.X: no\nValueError: lr is 0\n[x] slime: finished with status 1 after 3 s\n", 900, "failed", "ValueError: lr is 0"),
+        ("RuntimeError: rank 1 died\n", 900, "died", "RuntimeError: rank 1 died"),
+    ],
+)  # fmt: skip
+def test_a_run_goes_on_has_ended_or_died(tmp_path, log, age, word, note):
+    now = 1_000_000.0
+    record = {"time": now - age, "pid": 2**30, "phase": "train", "done": 3, "total": 8}
+    JsonlWriter(tmp_path / "progress.jsonl").write(record)
+    if log:
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "driver.log").write_text(log)
+    found = state_of(tmp_path, now=now)
+    assert (found.word, found.note) == (word, note)
+
+
+def test_the_end_of_a_file_is_read_from_the_first_whole_line(tmp_path):
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    writer.write_all([{"step": i} for i in range(100)])
+    tail = JsonlTail(tmp_path / "m.jsonl")
+    found = tail.read_end(100)
+    assert found[-1] == {"step": 99} and 1 <= len(found) < 5 and tail.malformed == 0
+    writer.write({"step": 100})
+    assert tail.read() == [{"step": 100}]
+    assert len(JsonlTail(tmp_path / "m.jsonl").read_end(10**6)) == 101
+
+
+def test_a_port_that_is_taken_is_the_next_one(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        if port < 65000:
+            with command.listen("127.0.0.1", port) as found:
+                assert port < found.getsockname()[1] <= port + command.PORTS_TRIED
+    with pytest.raises(ConfigError, match="no port could be had"):
+        command.listen("192.0.2.1", 7860)
+
+
+def test_what_is_not_installed_is_named_with_the_command(monkeypatch):
+    monkeypatch.setattr(command, "NEEDED", ("starlette", "no_such_package"))
+    with pytest.raises(
+        ConfigError, match=r"needs no_such_package: pip install 'slime-rl\[viewer\]'"
+    ):
+        command.check_packages()
+    with pytest.raises(ConfigError, match="There is no /nowhere"):
+        Catalog([Path("/nowhere")])
+    with pytest.raises(ConfigError, match="give its recording"):
+        Catalog([GOLDEN / "rollout_000001"])
+
+
+def test_vendored_scripts_have_their_licences_and_fetch_nothing():
+    static = Path(command.__file__).parent / "static"
+    licences = {path.stem.partition("-")[0] for path in (static / "licenses").iterdir()}
+    assert licences == {"uPlot", "htmx"}
+    for path in [*static.glob("*.js"), *static.glob("*.css")]:
+        if ".min." not in path.name:
+            assert "http://" not in path.read_text() and "https://" not in path.read_text()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
