@@ -105,6 +105,16 @@ COMMANDS: dict[str, Command] = {
         "Look at runs and recordings in a browser: curves, samples, every token.",
         raw=True,
     ),
+    "top": Command(
+        "slime.harness.top:main",
+        "What a run is doing, in this terminal, also of one that was started elsewhere.",
+        raw=True,
+    ),
+    "report": Command(
+        "slime.view.report_command:main",
+        "What a run did and what does not add up; as one HTML file with --html.",
+        raw=True,
+    ),
     "trace": Command(
         "slime.harness.trace:main",
         "What each process of a run did when: a table, and a file for ui.perfetto.dev.",

@@ -136,4 +136,9 @@ WORKERS = (
         ("rollout/sleep_rollout.py::sleep",),
         "ended by hand; it is meant to wait",
     ),
+    Worker(
+        "a page of `slime view` that follows a run, and `slime top`, look whether it has written",
+        ("view/live.py::Live._events", "harness/top.py::main"),
+        "with the page or the viewer; with the run, or Ctrl-C",
+    ),
 )

@@ -145,22 +145,16 @@ class JsonlTail:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return list(self._parse(lines))
 
-    def read_end(self, num_bytes: int) -> list[dict[str, Any]]:
-        """Returns the complete records in the file's last `num_bytes`, once; [] when it is not
-        there.
-        """
+    def skip_to_end(self, num_bytes: int) -> None:
+        """Goes to the first line that begins in the file's last `num_bytes`; `read` begins there."""
         try:
-            size = self.path.stat().st_size
-        except OSError:
-            return []
-        self._offset = max(0, size - num_bytes - 1)
-        begins_inside = self._offset > 0
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        self._offset += len(data)
-        *lines, self._rest = data.split(b"\n")
-        return list(self._parse(lines[begins_inside:]))
+            with self.path.open("rb") as file:
+                start = max(0, os.fstat(file.fileno()).st_size - num_bytes)
+                file.seek(max(0, start - 1))
+                partial = file.readline() if start else b""
+                self._offset, self._rest = max(0, start - 1) + len(partial), b""
+        except FileNotFoundError:
+            return
 
     def _parse(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
         for line in lines:

@@ -182,15 +182,17 @@ class LiveView:
         stream: TextIO | None = None,
         poll_interval_s: float = POLL_INTERVAL_S,
         is_shared: bool = False,
+        from_start: bool = False,
     ) -> None:
         """is_shared: a debugger may wait for input on the terminal, so nothing is redrawn and
-        silence is not commented.
+        silence is not commented. from_start: of a run that may have been going on for long.
         """
         self._stream = stream or sys.stderr
         self._is_shared = is_shared
         self._state = RunState(started=time.time(), num_rollout=num_rollout, hidden=hidden)
-        self._metrics = JsonlTail(Path(run_dir) / "metrics.jsonl", from_end=True)
-        self._progress = JsonlTail(Path(run_dir) / progress.FILE_NAME, from_end=True)
+        from_end = not from_start
+        self._metrics = JsonlTail(Path(run_dir) / "metrics.jsonl", from_end=from_end)
+        self._progress = JsonlTail(Path(run_dir) / progress.FILE_NAME, from_end=from_end)
         self._poll_interval_s = poll_interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live-view", daemon=True)
@@ -198,6 +200,11 @@ class LiveView:
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether it still shows the run: False once the terminal or pipe is closed."""
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         """Shows what is left and returns when the terminal is as it was."""

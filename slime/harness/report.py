@@ -1,7 +1,5 @@
 """Reports what a run did, from its metrics.jsonl alone: a summary table, report.png, and checks of
-samples, weights and rewards.
-
-python -m slime.harness.report RUN_DIR      exit status 1 when something does not add up
+samples, weights, rewards and numbers. `slime report` prints it.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import dataclasses
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -21,7 +19,6 @@ from slime.config.specs import slime_specs
 from slime.config.yaml_file import read_option_file
 from slime.data.ledger import PREFIX as LEDGER
 from slime.data.reasons import MODEL_FAILURES, REASONS
-from slime.exceptions import ConfigError
 from slime.gate.alarms import level_problem
 from slime.harness.report_picture import draw_report
 from slime.harness.run_records import (
@@ -67,10 +64,11 @@ def find_weight_problems(run: RunRecords) -> list[str]:
     name = run.first_of(WEIGHT_SIGNS)
     if name is None:
         return [f"no evidence that the weights changed: no record has {' or '.join(WEIGHT_SIGNS)}"]
-    if not any(run.numbers(name)[1]):
+    values = run.numbers(name)[1]
+    if values and not any(values):
         return [
             (
-                f"weights never changed: {name} is 0 in all {len(run.numbers(name)[1])} records. "
+                f"weights never changed: {name} is 0 in all {len(values)} records. "
                 "Is "
                 "the learning rate 0?"
             )
@@ -119,7 +117,11 @@ def find_number_problems(run: RunRecords) -> list[str]:
         )
     names = {
         name
-        for families in (FAMILIES.values(), [[f"eval/{name}"] for name in eval_sets(run)])
+        for families in (
+            FAMILIES.values(),
+            [WEIGHT_SIGNS],
+            [[f"eval/{name}"] for name in eval_sets(run)],
+        )
         for family in families
         for name in family
     }
@@ -213,7 +215,8 @@ def summarize_run(run: RunRecords, checks: Checks = Checks()) -> Summary:
         ):
             values = run.numbers(name)[1]
             first, last = ((f"{float(run.series[name][step]):.4g}") for step in run.ends(name))
-            rows.append((label, first, last, f"{min(values):.4g} .. {max(values):.4g}"))
+            span = f"{min(values):.4g} .. {max(values):.4g}" if values else "no finite value"
+            rows.append((label, first, last, span))
     ledgers = read_ledgers(run)
     facts, problems = [], []
     if ledgers:
@@ -330,25 +333,3 @@ def report_at_end(args: argparse.Namespace) -> list[str]:
         summary = summarize_run(read_run(args.run_dir), checks_for(args))
     print_summary(summary)
     return summary.problems
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Reports one run folder, with the thresholds that the run was started with; returns 1 when
-    something does not add up, 2 when there is no run.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m slime.harness.report", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("run_dir", help="Folder that holds metrics.jsonl.")
-    options = parser.parse_args(argv)
-    try:
-        summary = write_report(options.run_dir, checks=recorded_checks(options.run_dir))
-    except (FileNotFoundError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print_summary(summary)
-    return summary.exit_status
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -24,9 +24,10 @@ def _panel(
     unit: str = "",
     bottom: float | None = None,
     is_log: bool = False,
+    bad: Sequence[int] = (),
 ) -> None:
     """Draws (steps, values, label, colour) lines; a short series gets markers so that one point is
-    visible.
+    visible. `bad`: steps with a value that is not finite, which are marked at the top.
     """
     lines = [line for line in lines if line[0]]
     for steps, values, label, colour in lines:
@@ -51,9 +52,21 @@ def _panel(
         axes.set_yscale("log")
     elif bottom is not None and lines:
         axes.set_ylim(bottom, 1.08 * max(max(values) for _, values, _, _ in lines) or 1)
-    if len(lines) > 1:
+    if bad:
+        top = axes.get_xaxis_transform()
+        axes.plot(
+            list(bad),
+            [0.97] * len(bad),
+            transform=top,
+            marker="v",
+            linestyle="none",
+            color=RED,
+            markersize=6,
+            label=f"not finite ({len(bad)})",
+        )
+    if len(lines) > 1 or bad:
         axes.legend(fontsize=9, frameon=False, loc="best")
-    if not lines:
+    if not lines and not bad:
         axes.text(
             0.5,
             0.5,
@@ -74,6 +87,12 @@ def _series(
     name = run.first_of(FAMILIES[label])
     steps, values = run.numbers(name) if name else ([], [])
     return steps, values, shown or label, colour
+
+
+def _bad(run: RunRecords, *labels: str) -> list[int]:
+    """The steps at which a metric of these labels was not finite."""
+    names = [run.first_of(FAMILIES[label]) for label in labels]
+    return sorted({step for name in names if name for step in run.not_finite(name)})
 
 
 def _rewards(run: RunRecords) -> list[tuple[list[int], list[float], str, str]]:
@@ -125,16 +144,19 @@ def draw_report(run: RunRecords, path: Path, *, title: str) -> Path:
         for i, name in enumerate(eval_sets(run))
     ]
     draw: list[Callable[[Any], None]] = [
-        lambda axes: _panel(axes, "reward", _rewards(run)),
-        lambda axes: _panel(axes, "evaluation", evaluations, bottom=0),
-        lambda axes: _panel(axes, "response length", [_series(run, "length", BLUE)], unit="tokens", bottom=0),
+        lambda axes: _panel(axes, "reward", _rewards(run), bad=_bad(run, "reward", "reward kept", "pass rate")),
+        lambda axes: _panel(
+            axes, "evaluation", evaluations, bottom=0,
+            bad=sorted({step for name in eval_sets(run) for step in run.not_finite(f"eval/{name}")}),
+        ),
+        lambda axes: _panel(axes, "response length", [_series(run, "length", BLUE)], unit="tokens", bottom=0, bad=_bad(run, "length")),
         lambda axes: _panel(
             axes, "distance of policies",
             [
                 _positive(_series(run, "kl", BLUE, shown="KL, absolute")),
                 _positive(_series(run, "logprob diff", ORANGE, shown="|trainer - engine log-prob|")),
             ],
-            is_log=True,
+            is_log=True, bad=_bad(run, "kl", "logprob diff"),
         ),
         lambda axes: _panel(axes, "time per rollout", [_series(run, "step s", BLUE)], unit="seconds", bottom=0),
         lambda axes: _panel(axes, "samples", _fates(run), unit="share", bottom=-0.02),

@@ -101,8 +101,12 @@ class RunRecords:
         return min(steps), max(steps)
 
     def first_of(self, names: Iterable[str]) -> str | None:
-        """Returns the first of `names` that the run has."""
-        return next((name for name in names if self.numbers(name)[1]), None)
+        """Returns the first of `names` that the run has, finite or not."""
+        return next((name for name in names if self._is_logged(name)), None)
+
+    def _is_logged(self, name: str) -> bool:
+        values = self.series.get(name, {}).values()
+        return any(_is_number(value) or is_not_finite(value) for value in values)
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> RunRecords:

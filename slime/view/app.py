@@ -13,11 +13,12 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from slime.exceptions import SlimeError
-from slime.view import pages_rollout, pages_runs
+from slime.view import pages_checks, pages_rollout, pages_runs, pages_training
 from slime.view.catalog import Catalog
 from slime.view.guard import Guard
 from slime.view.live import Live
-from slime.view.site import HERE, Missing, Site
+from slime.view.site import Missing, Site
+from slime.view.templating import HERE
 
 Page = Callable[[Site, Request], Response]
 
@@ -31,8 +32,15 @@ PAGES: Sequence[tuple[str, Page]] = (
     ("/run/{slug}/rollouts", pages_rollout.rollouts_page),
     ("/run/{slug}/rollout/{key}", pages_rollout.rollout_page),
     ("/run/{slug}/rollout/{key}/group/{group}", pages_rollout.group_page),
+    ("/run/{slug}/rollout/{key}/schedule", pages_training.schedule_page),
+    ("/run/{slug}/rollout/{key}/gate", pages_checks.thresholds_page),
     (SAMPLE + ".json", pages_rollout.sample_json),
     (SAMPLE, pages_rollout.sample_page),
+    ("/run/{slug}/gate", pages_checks.gate_page),
+    ("/run/{slug}/timeline", pages_training.timeline_page),
+    ("/api/run/{slug}/timeline", pages_training.timeline_data),
+    ("/run/{slug}/audit", pages_checks.audit_page),
+    ("/diff", pages_checks.diff_page),
 )
 
 

@@ -52,6 +52,9 @@ CHARTS = (
         "truncated": "rollout/truncated_ratio", "repetitive": "rollout/repetition_frac",
         "groups without spread": "rollout/zero_std/frac",
     }),
+    Chart("texts that are not their tokens", "share", {
+        "alignment failures": "gate/alignment/failure_rate",
+    }),
     Chart("staleness of samples", "weight updates", {
         "mean": "rollout/staleness/mean", "max": "rollout/staleness/max",
     }),
@@ -77,11 +80,13 @@ CHARTS = (
 )  # fmt: skip
 
 
-def chart_data(runs: Sequence[tuple[str, Snapshot]], *, only: str = "") -> list[dict[str, Any]]:
+def chart_data(
+    runs: Sequence[tuple[str, Snapshot]], *, only: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """The charts that some run has a point for. `runs`: (name, run)."""
     found = []
     for chart in CHARTS:
-        if only and chart.title != only:
+        if only and chart.title not in only:
             continue
         # stacked shares of several runs cannot be laid over each other: the first is shown
         shown = runs[:1] if chart.is_stacked else runs

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 TIMEOUT_S = 600.0
@@ -32,7 +32,7 @@ class Jobs:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jobs")
-        self._known: dict[tuple[str, ...], Future[Outcome]] = {}
+        self._known: dict[tuple[str, ...], Outcome | None] = {}
         self._running: subprocess.Popen[bytes] | None = None
         self._is_closed = False
 
@@ -40,12 +40,20 @@ class Jobs:
         """The outcome of `slime WORDS --json`, None while it runs. Another stamp: again."""
         key = (*words, stamp)
         with self._lock:
-            found = self._known.get(key)
-            if found is None:
+            if key not in self._known:
                 if len(self._known) >= MOST:
                     self._known.pop(next(iter(self._known)))
-                found = self._known[key] = self._pool.submit(self._run, words)
-        return found.result() if found.done() else None
+                self._known[key] = None
+                self._pool.submit(self._work, key, words)
+            return self._known[key]
+
+    def _work(self, key: tuple[str, ...], words: Sequence[str]) -> None:
+        try:
+            found = self._run(words)
+        except OSError as error:
+            found = Outcome(None, f"it could not be started: {error}")
+        with self._lock:
+            self._known[key] = found
 
     def _run(self, words: Sequence[str]) -> Outcome:
         command = [sys.executable, "-m", "slime.cli", *words, "--json"]

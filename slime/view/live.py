@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from slime.gate.gate import RECORD_FILE
+from slime.harness.run_state import state_of
 from slime.tracking import progress
 from slime.tracking.tracking import FILE_NAME
 from slime.view.catalog import Entry
-from slime.view.run_state import state_of
 from slime.view.site import Site, text_in
 
 INTERVAL_S = 1.0

@@ -16,7 +16,8 @@ from slime.view.catalog import rollouts_of
 from slime.view.charts import histogram, number_text
 from slime.view.filters import HELP, filter_rows
 from slime.view.rollout_table import LONG, NUMBERS, TEXTS, TOKEN_STATISTICS, RolloutTable
-from slime.view.site import Missing, Site, as_plain, number_in, pager, text_in
+from slime.view.site import Missing, Site, number_in, pager, text_in
+from slime.view.templating import as_plain
 from slime.view.token_view import MOST_TOKENS, UNITS, differing_part, tokens_of
 
 PAGE_SIZE = 50

@@ -11,12 +11,12 @@ from starlette.responses import JSONResponse, Response
 
 from slime.exceptions import SlimeError
 from slime.harness.run_records import FAMILIES, eval_sets
+from slime.harness.run_state import UNKNOWN, State
 from slime.recording import manifest
 from slime.recording.reader import LARGEST_RUN_RECORD
 from slime.view.catalog import FILES, Catalog, Entry, rollouts_of
 from slime.view.charts import Spark, chart_data, spark
-from slime.view.run_data import Snapshot, rollout_of_train_step
-from slime.view.run_state import UNKNOWN, State
+from slime.view.run_data import Snapshot, name_of_label, rollout_of_train_step
 from slime.view.site import Site, number_in, pager, text_in
 
 MOST_RUNS = 100  # on one page
@@ -136,7 +136,7 @@ def run_page(site: Site, request: Request) -> Response:
         tab="overview",
         run=run,
         rows=[
-            (label, *cells, spark(run.records, _name_of(run, label)))
+            (label, *cells, spark(run.records, name_of_label(run.records, label)))
             for label, *cells in run.summary.rows
         ],
         refs=[
@@ -146,12 +146,6 @@ def run_page(site: Site, request: Request) -> Response:
         options=sorted(options_of_entry(site.catalog, entry).items(), key=lambda one: str(one[0])),
         live=run.state.is_live,
     )
-
-
-def _name_of(run: Snapshot, label: str) -> str | None:
-    if label.startswith("eval "):
-        return f"eval/{label.removeprefix('eval ')}"
-    return run.records.first_of(FAMILIES.get(label, ()))
 
 
 def _facts(run: Snapshot, number: int, evaluation: bool) -> dict[str, Any]:
@@ -193,7 +187,7 @@ def trends_data(site: Site, request: Request) -> Response:
     return JSONResponse(
         {
             "runs": [{"name": entry.name, "slug": entry.slug} for entry in entries],
-            "charts": chart_data(runs, only=text_in(request, "chart")),
+            "charts": chart_data(runs, only=request.query_params.getlist("chart")),
             "versions": [run.version for _, run in runs],
         }
     )

@@ -8,7 +8,7 @@ import functools
 import json
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ class RolloutTable:
         self.ref = ref
         self.notes: list[str] = []
         self._lock = threading.RLock()
-        self._checks: list[Future[str | None]] = []
+        self._waiting: set[str] = set()  # parts whose hashes are being compared
         self._readers: dict[str, tables.RowReader] = {}
         self._texts: dict[str, pyarrow.ChunkedArray] = {}
         self._dump: pyarrow.Table | None = None
@@ -139,19 +139,24 @@ class RolloutTable:
         if problem is not None:
             raise RolloutDataError(problem)
         if not is_small:
-            self._checks.append(background.submit(manifest.verify_part, folder, part))
+            self._waiting.add(name)
+            background.submit(self._compare_hash, name)
         return is_small
+
+    def _compare_hash(self, name: str) -> None:
+        try:
+            problem = manifest.verify_part(self.ref.path, self._parts[name])
+        except OSError as error:
+            problem = str(error)
+        if problem is not None:
+            self.notes.append(problem)
+        self._waiting.discard(name)
 
     @property
     def problems(self) -> list[str]:
         """`notes`, and what the checks of large parts have found until now."""
-        ended = [one.result() for one in self._checks if one.done() and not one.exception()]
-        waiting = sum(not one.done() for one in self._checks)
-        return [
-            *self.notes,
-            *(one for one in ended if one is not None),
-            *([f"the hashes of {waiting} large parts are being compared"] if waiting else []),
-        ]
+        waiting = ", ".join(sorted(self._waiting))
+        return [*self.notes, *([f"being compared with their hashes: {waiting}"] if waiting else [])]
 
     @property
     def parts(self) -> list[str]:
@@ -407,6 +412,30 @@ class RolloutTable:
         fields = {name: values[0] for name, values in found.items()}
         rank = fields.get("dp_rank")
         return {} if rank is None or rank < 0 else fields
+
+    def rows_by_reason(self) -> dict[str, list[int]]:
+        """The rows of each reason of the gate, also of those that a policy kept."""
+        with self._lock:
+            reasons = self._plain.get("reason") or []
+        found: dict[str, list[int]] = {}
+        for row, reason in enumerate(reasons):
+            if reason is not None:
+                found.setdefault(reason, []).append(row)
+        return found
+
+    def total_lengths(self) -> np.ndarray:
+        """Tokens of prompt and response [N]."""
+        with self._lock:
+            if "total_lengths" in self._names("columns"):
+                return np.nan_to_num(self._by_position("columns", "total_lengths")).astype(np.int64)
+            lengths = np.zeros(self.num_rows, dtype=np.int64)
+            if self._dump is not None:
+                offsets = tables.lists_of(self._dump["tokens"])[1]
+                return np.diff(offsets)
+            for first, table in self._readers["samples"].groups(["tokens"]):
+                own = np.diff(tables.lists_of(table["tokens"])[1])
+                lengths[first : first + len(own)] = own
+            return lengths
 
     def group_rows(self, row: int) -> list[int]:
         """The rows of the sample's group, its own among them."""

@@ -18,12 +18,12 @@ from slime.harness.run_records import (
     eval_sets,
     is_not_finite,
 )
+from slime.harness.run_state import UNKNOWN, State, state_of
 from slime.metrics.consistency_alarms import SEEN, ConsistencyLimits, consistency_alarms
 from slime.recording import manifest
 from slime.recording.reader import RecordedRollout, Recording
 from slime.tracking.tracking import FILE_NAME
 from slime.view.catalog import Catalog, Entry
-from slime.view.run_state import UNKNOWN, State, state_of
 
 MOST_POINTS = 4_000_000  # kept of all runs
 
@@ -238,6 +238,13 @@ def _log_prob_alarms(records: RunRecords, limits: ConsistencyLimits) -> list[Mar
         for step, metrics in sorted(by_step.items())
         for text in consistency_alarms(metrics, limits).values()
     ]
+
+
+def name_of_label(records: RunRecords, label: str) -> str | None:
+    """The metric that a row of the summary shows; None where there is none."""
+    if label.startswith("eval "):
+        return f"eval/{label.removeprefix('eval ')}"
+    return records.first_of(FAMILIES.get(label, ()))
 
 
 def rollout_of_train_step(records: RunRecords, step: int) -> int:

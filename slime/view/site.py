@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import json
-import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-import jinja2
-import markupsafe
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from slime import __version__
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.view.catalog import Catalog, Entry, RolloutRef, find_rollout, rollouts_of
-from slime.view.charts import Spark, number_text
 from slime.view.jobs import Jobs
 from slime.view.rollout_table import RolloutLibrary, RolloutTable
 from slime.view.run_data import RunLibrary, Snapshot
+from slime.view.templating import environment
 from slime.view.token_view import Decoders
-
-HERE = Path(__file__).parent
-_HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e"
-    "\u2060-\u206f\ufeff\ufff9-\ufffb]"
-)
-LONGEST_TEXT = 200_000  # characters of a text on one page
 
 
 class Site:
@@ -43,24 +29,8 @@ class Site:
         self.rollouts = RolloutLibrary()
         self.decoders = Decoders()
         self.jobs = Jobs()
-        self.templates = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(HERE / "templates"),
-            autoescape=True,
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            finalize=visible,
-        )
-        self.templates.globals.update(
-            version=__version__,
-            number=number_text,
-            url=url,
-            when=when,
-            Spark=Spark,
-            isnan=math.isnan,
-        )
-        self.templates.filters["data"] = data_block
-        self.templates.filters["cut"] = cut
+        self.templates = environment()
+        self.templates.globals["url"] = url
 
     def close(self) -> None:
         self.jobs.close()
@@ -148,22 +118,6 @@ class Missing(ConfigError):
     """An address that names nothing."""
 
 
-def visible(value: Any) -> Any:
-    """A text with its control characters, and those that are invisible or change the order of
-    others, spelled out. Every value of a page goes through this.
-    """
-    if type(value) is not str or value.isascii() and value.isprintable():
-        return value
-    return _HIDDEN.sub(_spelled_out, value)
-
-
-def _spelled_out(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "\u2421" if code == 0x7F else f"\u27e8U+{code:04X}\u27e9"
-
-
 def query_with(request: Request, changes: Mapping[str, object]) -> str:
     """The query of a request with some values changed; 0 and "" leave one out."""
     pairs = [
@@ -196,51 +150,6 @@ def url(*parts: object, **query: object) -> str:
         if one not in (None, "", 0) or (name == "group" and one == 0)
     ]
     return path + (f"?{urlencode(pairs)}" if pairs else "")
-
-
-def when(seconds: float | None) -> markupsafe.Markup:
-    """A time, as UTC, which the page's script shows in the reader's zone."""
-    if seconds is None:
-        return markupsafe.Markup("")
-    try:
-        moment = datetime.datetime.fromtimestamp(float(seconds), datetime.timezone.utc)
-    except (OverflowError, OSError, ValueError):
-        return markupsafe.Markup("")
-    return markupsafe.Markup('<time datetime="{}">{} UTC</time>').format(
-        moment.isoformat(timespec="seconds"), moment.strftime("%Y-%m-%d %H:%M")
-    )
-
-
-def data_block(value: Any) -> markupsafe.Markup:
-    """JSON that stands in a page: no text in it can end the element that it stands in."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"), default=str)
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return markupsafe.Markup(text)  # noqa: S704 - the characters of markup are escaped above
-
-
-def cut(text: object, limit: int = LONGEST_TEXT) -> str:
-    """A text, without what is beyond the limit."""
-    shown = "" if text is None else str(text)
-    return shown if len(shown) <= limit else f"{shown[:limit]} ... {len(shown) - limit:,} more"
-
-
-def finite(value: float) -> float | None:
-    """A number that JSON has."""
-    return float(value) if math.isfinite(value) else None
-
-
-def as_plain(value: Mapping[str, Any] | Any) -> Any:
-    """A value of a file as JSON has it: NaN and infinities are texts, bytes and others described."""
-    if isinstance(value, dict):
-        return {str(key): as_plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return number_text(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
 
 
 @dataclasses.dataclass(frozen=True)

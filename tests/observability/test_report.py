@@ -11,6 +11,7 @@ import pytest
 from slime.harness import report
 from slime.harness.report import Checks, print_summary, summarize_run, write_report
 from slime.harness.run_records import LedgerTotals, read_run
+from slime.view import report_command
 
 NUM_GPUS = 0
 
@@ -100,7 +101,7 @@ def test_a_loss_that_is_no_number_from_a_step_on_is_a_problem(tmp_path, capsys):
     ]
     (row,) = [row for row in summary.rows if row[0] == "loss"]
     assert row[1:3] == ("0.1", "nan")
-    assert report.main([str(tmp_path)]) == 1
+    assert report_command.main([str(tmp_path)]) == 1
     assert capsys.readouterr().out.count("PROBLEM") == 3
 
 
@@ -198,7 +199,7 @@ def test_the_command_uses_the_thresholds_that_the_run_was_started_with(
     )
     if config is not None:
         (tmp_path / "config.yaml").write_text(config)
-    assert report.main([str(tmp_path)]) == problems
+    assert report_command.main([str(tmp_path)]) == problems
     assert capsys.readouterr().out.count("PROBLEM") == problems
 
 
@@ -206,7 +207,7 @@ def test_a_recorded_config_that_cannot_be_read_is_named(tmp_path, capsys):
     """A recorded config that cannot be read is an error; other thresholds are not used in its
     place."""
     (write_run(tmp_path, healthy_records()) / "config.yaml").write_text("lr: [1\n")
-    assert report.main([str(tmp_path)]) == 2 and "config.yaml" in capsys.readouterr().err
+    assert report_command.main([str(tmp_path)]) == 2 and "config.yaml" in capsys.readouterr().err
 
 
 def test_a_supervised_run_is_reported_as_one(tmp_path, capsys):
@@ -220,9 +221,9 @@ def test_a_supervised_run_is_reported_as_one(tmp_path, capsys):
             }
         ),
     )
-    assert report.main([str(tmp_path)]) == 1
+    assert report_command.main([str(tmp_path)]) == 1
     (tmp_path / "config.yaml").write_text("loss_type: sft_loss\n")
-    assert report.main([str(tmp_path)]) == 0
+    assert report_command.main([str(tmp_path)]) == 0
 
 
 def test_a_converters_copies_stand_beside_what_was_sampled(tmp_path):
@@ -415,9 +416,12 @@ def test_plain_output_has_no_control_codes(tmp_path):
 
 def test_command_line_exits_with_what_it_found(tmp_path, capsys):
     """The exit status is 0 if all is right, 1 if something does not add up, 2 without a run."""
-    assert report.main([str(write_run(tmp_path, healthy_records()))]) == 0
-    assert report.main([str(write_run(tmp_path, [("train/step", 0, {"train/loss": 1.0})]))]) == 1
-    assert report.main([str(tmp_path / "absent")]) == 2
+    assert report_command.main([str(write_run(tmp_path, healthy_records()))]) == 0
+    assert (
+        report_command.main([str(write_run(tmp_path, [("train/step", 0, {"train/loss": 1.0})]))])
+        == 1
+    )
+    assert report_command.main([str(tmp_path / "absent")]) == 2
     assert "absent" in capsys.readouterr().err
 
 
@@ -451,6 +455,34 @@ def test_samples_that_were_given_back_are_not_sampled_twice():
         "(2 returned_partial, 6 returned_pristine)"
     )
     assert ledger.missing == 0
+
+
+def test_a_metric_that_was_never_finite_is_shown_and_is_a_problem(tmp_path, capsys):
+    """A metric that is NaN in every record has its row, its problem, and marks in the pictures."""
+    records = [
+        (key, step, {n: "nan" if n == "rollout/raw_reward" else v for n, v in metrics.items()})
+        for key, step, metrics in healthy_records()
+    ]
+    run = write_run(tmp_path, records)
+    summary = summarize_run(read_run(run))
+    assert ("reward", "nan", "nan", "no finite value") in summary.rows
+    assert any("raw_reward is not a finite number in 10 of 10" in one for one in summary.problems)
+    assert report_command.main([str(run), "--html", str(tmp_path / "r.html")]) == 1
+    page = (tmp_path / "r.html").read_text()
+    assert "raw, in the batch NaN" in page and page.count('class="nan"') >= 10
+    assert "page: " in capsys.readouterr().out and (run / "report.png").stat().st_size > 10_000
+
+
+def test_the_html_report_is_one_file_that_acts_on_nothing(tmp_path):
+    """The page has no script, asks no other file, and shows names of metrics as text."""
+    name = "eval/<script>x"
+    records = [*healthy_records(), ("eval/step", 0, {name: 0.5}), ("eval/step", 9, {name: 0.6})]
+    run = write_run(tmp_path, records)
+    assert report_command.main([str(run), "--html", str(tmp_path / "r.html")]) == 0
+    page = (tmp_path / "r.html").read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page and "default-src 'none'" in page
+    assert "http" not in page.replace("http-equiv", "") and "src=" not in page
+    assert report_command.main([str(run), "--html", str(tmp_path / "no" / "such.html")]) in (0, 2)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,16 @@ def make_run(folder: Path, texts: tuple[str, ...] = ("four", "five"), *, rollout
         }
         metrics.write({"step_key": "train/step", "step": step, "metrics": optimizer})
     metrics.close()
+    trace = JsonlWriter(folder / "trace" / "driver-1.jsonl")
+    trace.write(
+        {"type": "head", "version": 1, "process": texts[0], "role": "driver", "pid": 1, "host": "",
+         "boot_id": "x", "clock_offset": 0}
+    )  # fmt: skip
+    for i, text in enumerate(texts):
+        name = text.encode("utf-8", "replace").decode()
+        span = {"name": name, "start": i * 10**9, "dur": 9 * 10**8, "thread": 1, "rollout": 0}
+        trace.write(span)
+    trace.close()
     dumps = folder / "dumps" / "rollout_data"
     dumps.mkdir(parents=True)
     tables.write_table(dumps / "0.parquet", sample_table(samples_of(texts)))

@@ -121,6 +121,12 @@ def test_every_page_works_in_a_browser(page):
     page.get_by_role("button", name="apply").click()
     sync_api.expect(rows).not_to_have_count(29)
     assert page.locator('th[aria-sort="descending"]').count() == 1
+    # the trace on its canvas, and an audit that is asked for and waited for
+    page.goto(f"{base}/run/all~hostile/timeline")
+    page.wait_for_selector("#timeline[data-ready]")
+    page.locator("canvas").press("+")
+    page.goto(f"{base}/run/all~recorded/audit")
+    page.get_by_text("evidence").first.wait_for()
     # texts of a run are texts
     for row in range(len(HOSTILE)):
         page.goto(f"{base}/run/all~hostile/rollout/rollout-0/sample/{row}")
@@ -132,7 +138,8 @@ def test_every_page_works_in_a_browser(page):
     page.get_by_role("button", name="theme").click()
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.set_viewport_size({"width": 390, "height": 800})
-    for path in ("/", "/run/all~recorded", "/run/all~recorded/rollout/rollout-1"):
+    rollout = "/run/all~recorded/rollout/rollout-1"
+    for path in ("/", "/run/all~recorded", rollout, f"{rollout}/schedule", f"{rollout}/gate"):
         page.goto(base + path)
         wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, f"{path} is {wide} px wider than the screen"

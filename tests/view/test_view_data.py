@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from support.view_runs import GOLDEN, make_run
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files import tables
 from slime.files.jsonl import JsonlTail, JsonlWriter
-from slime.view import command
+from slime.harness import top
+from slime.harness.run_state import state_of
+from slime.view import command, jobs
 from slime.view.catalog import Catalog, find_rollout, rollouts_of
 from slime.view.filters import filter_rows
+from slime.view.pictures import picture
 from slime.view.rollout_table import RolloutTable
-from slime.view.run_state import state_of
 from slime.view.token_view import Decoders, differing_part, pieces, tokens_of
 
 NUM_GPUS = 0
@@ -182,11 +185,14 @@ def test_the_end_of_a_file_is_read_from_the_first_whole_line(tmp_path):
     writer = JsonlWriter(tmp_path / "m.jsonl")
     writer.write_all([{"step": i} for i in range(100)])
     tail = JsonlTail(tmp_path / "m.jsonl")
-    found = tail.read_end(100)
+    tail.skip_to_end(100)
+    found = tail.read()
     assert found[-1] == {"step": 99} and 1 <= len(found) < 5 and tail.malformed == 0
     writer.write({"step": 100})
     assert tail.read() == [{"step": 100}]
-    assert len(JsonlTail(tmp_path / "m.jsonl").read_end(10**6)) == 101
+    every = JsonlTail(tmp_path / "m.jsonl")
+    every.skip_to_end(10**6)
+    assert len(every.read()) == 101
 
 
 def test_a_port_that_is_taken_is_the_next_one(capsys):
@@ -220,6 +226,63 @@ def test_vendored_scripts_have_their_licences_and_fetch_nothing():
     for path in [*static.glob("*.js"), *static.glob("*.css")]:
         if ".min." not in path.name:
             assert "http://" not in path.read_text() and "https://" not in path.read_text()
+
+
+def test_a_job_that_hangs_is_ended(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(jobs.sys, "executable", str(script))
+    monkeypatch.setattr(jobs, "TIMEOUT_S", 0.2)
+    held = jobs.Jobs()
+    for _ in range(200):
+        found = held.ask("audit", "x")
+        if found is not None:
+            break
+        time.sleep(0.05)
+    assert found.error == "it was stopped after 0 s"
+    held.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"), [(0, 0, "has ended"), (1, 1, "has failed: ValueError: no")]
+)
+def test_top_shows_a_run_from_its_start_and_ends_with_it(tmp_path, capsys, status, code, said):
+    run = make_run(tmp_path / "run")
+    (run / "logs").mkdir()
+    (run / "logs" / "driver.log").write_text(
+        f"ValueError: no\nslime: finished with status {status} after 1 s\n"
+    )
+    assert top.main([str(run)]) == code
+    shown = capsys.readouterr().out
+    assert "rollout 1" in shown and "reward nan" in shown and said in shown
+    with pytest.raises(ConfigError, match="is no run folder"):
+        top.main([str(tmp_path)])
+
+
+def test_a_picture_places_curves_marks_and_values_that_are_not_finite():
+    series = [
+        {"run": 0, "label": "a", "x": [0, 1, 2], "y": [1.0, 10.0, 100.0], "bad": [[3, "NaN"]]},
+        {"run": 0, "label": "b", "x": [], "y": [], "bad": [[0, "inf"]]},
+    ]
+    mark = {"step": 1, "kind": "skipped", "text": "t"}
+    chart = {
+        "title": "t",
+        "unit": "",
+        "axis": "train",
+        "log": True,
+        "stacked": False,
+        "series": series,
+        "marks": [mark],
+    }
+    found = picture(chart)
+    assert [line.last for line in found.lines] == ["NaN", "inf"]
+    ys = [float(point.split(",")[1]) for point in found.lines[0].path[1:].split(" L")]
+    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2])  # logarithmic
+    assert [text for _, text in found.y_ticks] == ["1", "10", "100"]
+    assert found.marks[0][0] == pytest.approx(found.lines[0] and 54 + (420 - 54 - 8) / 3, abs=0.1)
+    empty = picture({**chart, "series": [{**series[1], "bad": []}], "marks": []})
+    assert empty.lines[0].path == ""
 
 
 if __name__ == "__main__":

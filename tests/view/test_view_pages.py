@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,6 +22,7 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 from slime.files.jsonl import JsonlWriter
+from slime.view import jobs
 from slime.view.app import PAGES, build_app
 from slime.view.catalog import Catalog
 
@@ -62,11 +64,46 @@ class Structure(html.parser.HTMLParser):
         self.text.append(data)
 
 
+FOUND = {
+    "samples": 1, "steps": 1, "evaluations": 0, "files": 1, "unreadable": [{"file": "a", "why": "b"}],
+    "notes": ["c"], "identical": False, "first_cause": "reward", "runs": [], "only_in_a": ["d"],
+    "only_in_b": [], "rollouts": {},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def answered(monkeypatch, request):
+    """Audits and comparisons are answered at once, with texts of the run, but where a test asks for
+    the real ones.
+    """
+    if "real_jobs" in request.fixturenames:
+        return
+
+    def ask(self, *words, stamp=""):
+        text = HOSTILE[1] if "bad" in str(words[1]) else "plain"
+        place = {"where": "step 0", "index": 1, "group": text, "note": text, "text": text}
+        finding = {"name": text, "level": "error", "sentence": text, "remedy": text}
+        first = {"rollout": "rollout 0", "stage": text, "text": text, "context": [text]}
+        content = {
+            **FOUND,
+            "findings": [{**finding, "evidence": [place]}],
+            "first_difference": first,
+        }
+        return jobs.Outcome(content, "")
+
+    monkeypatch.setattr(jobs.Jobs, "ask", ask)
+
+
+@pytest.fixture
+def real_jobs():
+    """Marks a test that starts the real commands."""
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     """A run whose texts are hostile, and one of the same shape whose texts are not."""
     root = tmp_path_factory.mktemp("hostile")
-    texts = tuple(f"plain {i}" for i in range(len(HOSTILE)))
+    texts = tuple(f"plain {chr(97 + i)}" for i in range(len(HOSTILE)))
     return make_run(root / "bad", HOSTILE), make_run(root / "good", texts)
 
 
@@ -329,6 +366,89 @@ def test_runs_are_put_side_by_side_with_the_options_that_differ(tmp_path):
     name = tmp_path.name
     both = client_of(tmp_path).get(f"/api/trends?run={name}~a&run={name}~b").json()
     assert [one["run"] for one in both["charts"][0]["series"]] == [0, 1]
+
+
+def test_the_schedule_has_every_trained_sample_once(tmp_path):
+    client = client_of(copy_of_golden(tmp_path / "rec"))
+    page = client.get("/run/rec/rollout/rollout-1/schedule").text
+    steps = re.findall(
+        r"Optimizer step (\d+) .*?>(\d+) samples, (\d+) tokens, (\d+) of padding", page
+    )
+    assert [int(step) for step, *_ in steps] == [0, 1]
+    assert sum(int(samples) for _, samples, *_ in steps) == 18
+    assert all((int(tokens) + int(padding)) % 16 == 0 for *_, tokens, padding in steps)
+    batch = html.unescape(re.search(r'filter=(step[^"]*)"', page)[1])
+    rows = client.get(f"/run/rec/rollout/rollout-1?filter={batch}").text
+    assert f"{len(re.findall('data-row', rows))} samples" in html.unescape(page)
+
+
+def test_thresholds_say_what_would_be_dropped(tmp_path):
+    client = client_of(copy_of_golden(tmp_path / "rec"))
+    address = "/run/rec/rollout/rollout-1/gate"
+
+    def dropped(**query):
+        return int(re.search(r">(\d+)</b>\s*of 29", client.get(address, params=query).text)[1])
+
+    lengths = [
+        json.loads(client.get(f"/run/rec/rollout/rollout-1/sample/{row}.json").text)["sample"][
+            "response_length"
+        ]
+        for row in range(29)
+    ]
+    assert dropped(low=5, high=20) == sum(n < 5 or n > 20 for n in lengths)
+    assert dropped(low=0, high=0) == 0
+    assert "measured on" in client.get(address).text
+
+
+def test_the_gate_page_has_examples_of_each_reason(tmp_path):
+    page = client_of(copy_of_golden(tmp_path / "rec")).get("/run/rec/gate").text
+    for reason in ("bad_token", "empty", "too_short", "aborted"):
+        row = page.split(f">{reason}</th>")[1].split("</tr>")[0]
+        assert "/sample/" in row, reason
+
+
+def test_the_timeline_nests_what_ran_and_its_table_has_the_seconds(tmp_path):
+    client = client_of(make_run(tmp_path / "run", ("outer", "inner")))
+    lanes = client.get("/api/run/run/timeline?rollout=0").json()
+    assert [one[0] for one in lanes["lanes"][0]["spans"]] == ["outer", "inner"]
+    assert lanes["end"] == 1900.0 and lanes["left_out"] == 0
+    assert '<td class="r num">0.900</td>' in client.get("/run/run/timeline").text
+    shutil.rmtree(tmp_path / "run" / "trace")
+    assert "slime train --trace" in client_of(tmp_path / "run").get("/run/run/timeline").text
+
+
+def test_two_recordings_are_compared_with_both_samples_side_by_side(tmp_path, real_jobs):
+    from support.recordings import edit_column
+
+    for name in "ab":
+        copy_of_golden(tmp_path / name)
+    edit_column(tmp_path / "b", "samples", "response", 5, lambda text: f"{text}!", rollout_id=1)
+    client = client_of(tmp_path / "a", tmp_path / "b")
+    for _ in range(300):
+        page = client.get("/diff?a=a&b=b").text
+        if "Comparing" not in page:
+            break
+        time.sleep(0.1)
+    assert "sampled token or reply" in page and page.count("<article>") == 2
+    assert (
+        "/run/a/rollout/rollout-1/sample/5" in page and "/run/b/rollout/rollout-1/sample/5" in page
+    )
+    assert "<mark>!</mark>" in page
+    assert "given folders hold 1" in client_of(tmp_path / "a").get("/diff?a=a").text
+
+
+def test_an_error_of_a_command_is_shown(tmp_path, real_jobs):
+    (tmp_path / "void").mkdir()
+    client = client_of(tmp_path / "void")
+    site_jobs = jobs.Jobs()
+    for _ in range(300):
+        found = site_jobs.ask("diff", str(tmp_path), str(tmp_path / "nowhere"))
+        if found is not None:
+            break
+        time.sleep(0.1)
+    assert found.content is None and "There is no dump" in found.error
+    site_jobs.close()
+    assert client.get("/run/void").status_code == 200
 
 
 if __name__ == "__main__":

@@ -47,6 +47,13 @@
     ctx.restore();
   }
 
+  function rangeOf(chart, low, high) {
+    if (chart.stacked) return [0, (high || 1) * 1.04];
+    if (low === null || high === null) return [0, 1];
+    if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, low + Math.abs(low) / 2];
+    return uPlot.rangeNum(low, high, 0.08, true);
+  }
+
   async function open(chart, step, run) {
     const slug = chart.runs[run].slug;
     let rollout = step;
@@ -82,7 +89,7 @@
     const plot = new uPlot({
       width: Math.max(240, figure.clientWidth), height: 190,
       cursor: { sync: { key: chart.axis }, drag: { x: true, y: false }, points: { size: 6 } },
-      scales: { x: { time: false }, y: chart.log && positive ? { distr: 3 } : chart.stacked ? { range: (u, low, high) => [0, (high || 1) * 1.04] } : {} },
+      scales: { x: { time: false }, y: chart.log && positive ? { distr: 3 } : { range: (u, low, high) => rangeOf(chart, low, high) } },
       axes: [{ ...axis, label: chart.axis === "train" ? "optimizer step" : "rollout", labelSize: 14, labelFont: "11px system-ui", size: 34 }, { ...axis, size: 56, values: (u, vs) => vs.map((v) => (v === null ? "" : shown(v))) }],
       series: [{ label: chart.axis === "train" ? "step" : "rollout" }, ...chart.series.map((one, i) => seriesOf(chart, one, i))],
       bands: chart.stacked ? chart.series.slice(1).map((_, i) => ({ series: [i + 2, i + 1] })) : [],

@@ -79,7 +79,8 @@ def _phase(record: dict[str, Any]) -> str:
 
 def _last_progress(run: Path) -> dict[str, Any]:
     tail = JsonlTail(run / progress.FILE_NAME)
-    records = tail.read_end(TAIL_BYTES)
+    tail.skip_to_end(TAIL_BYTES)
+    records = tail.read()
     return records[-1] if records else {}
 
 
