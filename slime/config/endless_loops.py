@@ -141,4 +141,9 @@ WORKERS = (
         ("view/live.py::Live._events", "harness/top.py::main"),
         "with the page or the viewer; with the run, or Ctrl-C",
     ),
+    Worker(
+        "an audit or a comparison that a page of `slime view` asks for",
+        ("view/jobs.py::Jobs._run",),
+        "the command ends, with the viewer or after 600 s by force, and the page says so",
+    ),
 )

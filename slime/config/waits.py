@@ -550,15 +550,6 @@ WAITS = (
     ),
     Wait(
         AROUND,
-        "an audit or a comparison that a page of `slime view` asks for",
-        ("view/jobs.py::Jobs._run",),
-        "its process is ended, and the page says so",
-        "it was stopped after",
-        "view/test_view_data.py::test_a_job_that_hangs_is_ended",
-        constants=("view/jobs.py::TIMEOUT_S",),
-    ),
-    Wait(
-        AROUND,
         "the training of a replay",
         ("harness/replay/training.py::replay_training",),
         "its processes are ended, and `slime replay` with them; its log is named",
