@@ -1,11 +1,11 @@
-"""Kills and stops training ranks of real runs in each phase, and compares each run with one that
-nothing happened to.
+"""Kills and stops training ranks and the rollout manager of real runs in each phase, and compares each
+run with one that nothing happened to.
 
     python tools/lose_ranks.py [--only save ...] [--folder DIR]
 
 Each cell is a run of four rollouts on the addition example's data, deterministic, with
 --recovery-interval. A row names the phase that the process showed when the signal was sent, the
-seconds from there until the ranks were back, and in what the run differs from an undisturbed one of
+seconds that the healing took, and in what the run differs from an undisturbed one of
 the same options: metrics, samples, train dumps, ledger. Exit 1 where a signal was not sent, a run
 did not end as it should, differs, or leaves something behind.
 """
@@ -90,21 +90,78 @@ def cells() -> list[Cell]:
             [kill("rollout 2: .*train")],
             [*APART, "--keep-old-actor"],
             asynchronous=True,
-        ),  # fmt: skip
+        ),
         Cell(
             "fully asynchronous",
             [kill(TRAINS)],
             [*APART, *FULLY.split()],
             asynchronous=True,
             compares=False,
-        ),  # fmt: skip
+        ),
         Cell("while it is healed", [kill(TRAINS), kill("init")]),
         Cell("in two rollouts", [kill(TRAINS), kill("rollout 2: .*train")]),
         Cell(
             "three times",
-            [kill(TRAINS)] * 1 + [kill(TRAINS) for _ in range(2)],
-            ends_by="lost 3 times in rollout 1",
-        ),  # fmt: skip
+            [kill(TRAINS) for _ in range(3)],
+            ends_by="lost 3 times since the training of rollout 1 began",
+        ),
+        *manager_cells(),
+    ]
+
+
+def manager_cells() -> list[Cell]:
+    """Those in which the rollout manager is lost."""
+    lost = ROLLOUT_MANAGER
+    record = ["--record", "{run}/record"]
+    return [
+        Cell("manager: generation", [kill("rollout 1: .*generate", lost)]),
+        Cell("manager: stopped", [kill("rollout 1: .*generate", lost, sent="STOP")]),
+        Cell("manager: first rollout", [kill("rollout 0: .*generate", lost)]),
+        Cell("manager: training", [kill(TRAINS, lost, shown_by=ACTOR)]),
+        Cell("manager: weight update", [kill("rollout 1: .*send_weights", lost, shown_by=ACTOR)]),
+        Cell("manager: save", [kill("rollout 1: .*save", lost)], SAVES),
+        Cell(
+            "manager: the ranks' save",
+            [kill("rollout 1: .*save_model", lost, shown_by=ACTOR)],
+            SAVES,
+        ),
+        Cell("manager: evaluation", [kill("rollout 2: .*evaluation", lost)], EVALUATES),
+        Cell(
+            "manager: --release-train", [kill("rollout 2: .*generate", lost)], ["--release-train"]
+        ),
+        Cell(
+            "manager: router, engines replaced",
+            [kill("rollout 1: .*generate", lost)],
+            ["--use-sglang-router", "--use-fault-tolerance"],
+        ),
+        Cell("manager: recorded", [kill("rollout 1: .*generate", lost)], [*record, *SAVES]),
+        Cell(
+            "manager: train-async", [kill("rollout 2: .*generate", lost)], APART, asynchronous=True
+        ),
+        Cell(
+            "manager: train-async, training",
+            [kill(TRAINS, lost, shown_by=ACTOR)],
+            [*APART, *SAVES],
+            asynchronous=True,
+        ),
+        Cell(
+            "manager: fully asynchronous",
+            [kill("rollout 1: .*generate", lost)],
+            [*APART, *FULLY.split()],
+            asynchronous=True,
+            compares=False,
+        ),
+        Cell(
+            "manager, then a rank",
+            [
+                kill("rollout 1: .*generate", lost),
+                kill("update_weights"),
+            ],
+        ),
+        Cell(
+            "manager, twice",
+            [kill("rollout 1: .*generate", lost), kill("rollout 1: .*generate", lost)],
+        ),
     ]
 
 
@@ -169,11 +226,16 @@ class Table:
             problems += same_run.differences(whole, run)[:3]
         if process.returncode == 0:
             ledger = subprocess.run(
-                [sys.executable, "-m", "slime.cli", "ledger", str(run)], cwd=ROOT, check=False,
-                capture_output=True, text=True, timeout=120)  # fmt: skip
+                [sys.executable, "-m", "slime.cli", "ledger", str(run)],
+                cwd=ROOT,
+                check=False,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
             problems += [] if ledger.returncode == 0 else [f"ledger: {ledger.stdout[-300:]}"]
         problems += left_of(run)
-        back = re.findall(r"are back after ([\d.]+) s", output)
+        back = re.findall(r" back after ([\d.]+) s", output)
         return Row(cell, [one.seen for one in cell.strikes], back, problems)
 
 
@@ -214,7 +276,11 @@ def main(argv: list[str] | None = None) -> int:
             if args.only is None or cell.name in args.only:
                 rows.append(table.run(cell))
                 print(rows[-1], flush=True)
-        left = [path for path in set(Path("/dev/shm").glob("slime-ray-*")) - before if not os.path.exists(f"/tmp/{path.name}")]  # fmt: skip
+        left = [
+            path
+            for path in set(Path("/dev/shm").glob("slime-ray-*")) - before
+            if not os.path.exists(f"/tmp/{path.name}")
+        ]
         if left:
             print(f"left in memory: {left}")
     return 1 if left or any(row.problems for row in rows) else 0
