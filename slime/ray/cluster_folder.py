@@ -20,6 +20,7 @@ import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -133,9 +134,28 @@ def end_processes_of(folder: str, *, patience_s: float = 3.0) -> None:
         time.sleep(0.1)
 
 
-def memory_folder(folder: str) -> Path:
-    """Where the run of this folder may keep files in memory; `remove_folder` removes it too."""
-    return MEMORY / Path(folder).name
+def memory_folder(folder: str) -> Path | None:
+    """Where the run of this folder may keep files in memory, made here; `remove_folder` removes it
+    too. None where there is no such place, or somebody else has taken the name.
+    """
+    place = MEMORY / Path(folder).name
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return None
+    return place if _is_ours(place) else None
+
+
+def _is_ours(place: Path) -> bool:
+    """Whether it is a folder that this user has made for nobody else."""
+    try:
+        status = place.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and (status.st_uid, status.st_mode & 0o077) == (
+        os.getuid(),
+        0,
+    )
 
 
 def remove_folder(folder: str, *, patience_s: float = 3.0) -> None:
@@ -143,7 +163,8 @@ def remove_folder(folder: str, *, patience_s: float = 3.0) -> None:
     into them.
     """
     deadline = time.monotonic() + patience_s
-    for place in (memory_folder(folder), Path(folder)):  # the one that a sweep finds goes last
+    places = [place for place in (MEMORY / Path(folder).name,) if _is_ours(place)]
+    for place in (*places, Path(folder)):  # the one that a sweep finds goes last
         while place.exists() and time.monotonic() < deadline:
             shutil.rmtree(place, ignore_errors=True)
             time.sleep(0.05)

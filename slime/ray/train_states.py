@@ -37,14 +37,13 @@ class Point:
 
 
 class TrainStates:
-    """`memory`: a folder that may be made there; None without one."""
+    """`memory`: a folder in memory; None without one."""
 
     def __init__(self, args: argparse.Namespace, memory: Path | None) -> None:
-        self._args, self._memory = args, memory
+        self._args = args
         self._disk = Path(os.path.abspath(args.run_dir), "recovery")
         has_one_machine = args.actor_num_nodes == 1 and args.ray_address is None
-        if memory is not None and not (has_one_machine and memory.parent.is_dir()):
-            self._memory = None
+        self._memory = memory if has_one_machine else None
         self._num_bytes: int | None = None
         self._logged_before = self._num_logged()
         self._last: Point | None = None
@@ -75,8 +74,6 @@ class TrainStates:
 
     def place_of_manager(self) -> Path:
         """The folder of the rollout manager's state, which is small."""
-        if self._memory is not None:
-            self._memory.mkdir(mode=0o700, exist_ok=True)
         return (self._memory or self._disk) / "manager"
 
     def _place(self, groups: Sequence[Any]) -> Path:
@@ -89,7 +86,7 @@ class TrainStates:
             return self._disk
         if self._num_bytes is None:
             self._num_bytes = sum(group.state_bytes() for group in groups)
-        room = min(shutil.disk_usage(self._memory.parent).free, available_memory() // 2)
+        room = min(shutil.disk_usage(self._memory).free, available_memory() // 2)
         if self._num_bytes * SPARE > room:
             if self._last is None or self._last.folder == self._memory:
                 logger.warning(
@@ -100,7 +97,6 @@ class TrainStates:
                     self._disk,
                 )
             return self._disk
-        self._memory.mkdir(mode=0o700, exist_ok=True)
         return self._memory
 
     def num_logged(self, point: Point | None) -> int:

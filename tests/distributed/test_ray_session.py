@@ -223,8 +223,18 @@ def test_a_signal_inside_the_shutdown_takes_effect_at_its_end():
 def test_only_folders_of_this_user_whose_owner_is_gone_are_swept(tmp_path, monkeypatch):
     """A folder stays while the process that made it lives, where it is another user's or a link,
     and for an hour where it names nobody. An id that was given again is another process."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
     monkeypatch.setattr(cluster_folder, "PLACE", tmp_path)
+    monkeypatch.setattr(cluster_folder, "MEMORY", memory)
     own = cluster_folder.make_folder()
+    kept = [
+        cluster_folder.memory_folder(str(tmp_path / f"slime-ray-{name}"))
+        for name in ("gone", "young")
+    ]
+    assert all(place.stat().st_mode & 0o077 == 0 for place in kept)
+    (memory / "slime-ray-old").mkdir(mode=0o755)
+    assert cluster_folder.memory_folder(str(tmp_path / "slime-ray-old")) is None, "not for us alone"
     started = cluster_folder.started_at(os.getpid())
     for name, owner in {
         "again": f'{{"pid": {os.getpid()}, "started": {started - 1}}}',
@@ -246,6 +256,7 @@ def test_only_folders_of_this_user_whose_owner_is_gone_are_swept(tmp_path, monke
     swept = {os.path.basename(folder) for folder in cluster_folder.sweep(tmp_path)}
     assert swept == {"slime-ray-again", "slime-ray-gone", "slime-ray-old"}
     assert os.path.isdir(own) and (tmp_path / "slime-ray-young").is_dir()
+    assert sorted(os.listdir(memory)) == ["slime-ray-old", "slime-ray-young"]
 
 
 def test_an_interrupt_inside_the_start_of_ray_leaves_no_process(monkeypatch):
