@@ -86,8 +86,9 @@ def build_run(args: argparse.Namespace, watch: RunWatch) -> Iterator[Run]:
     report(phase="starting engines and trainers")
     placements = create_placement_groups(args)
     healer = RunHealer.from_args(args, watch)
+    place = placements["rollout"]
     rollout_manager = healer.start_manager(
-        functools.partial(create_rollout_manager, args, placements["rollout"])
+        functools.partial(create_rollout_manager, args, place), place
     )
     actor = critic = None
     if args.use_fault_tolerance:

@@ -45,6 +45,11 @@ SPANS: tuple[SpanName, ...] = (
     SpanName("schedule", MANAGER, "which sample goes to which rank, step and micro-batch"),
     SpanName("ledger", MANAGER, "what became of each sample, into the ledger of the run"),
     SpanName("put", ANY, "a shard, or a bucket of weights, into the object store"),
+    SpanName(
+        "keep_state",
+        MANAGER,
+        "what another manager needs to go on in this one's place, with --recovery-interval",
+    ),
     SpanName("collect_garbage", MANAGER, "once, after the first rollout"),
     SpanName("evaluation", MANAGER, "generating and scoring the evaluation sets"),
     SpanName("save_data_position", MANAGER, "the manager's part of a checkpoint"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from slime.exceptions import SlimeError
 from slime.ray import actors
-from slime.ray.placement import bundle_strategy, device_options
+from slime.ray.placement import bundle_strategy, device_options, require_room
 from slime.ray.train_worker import MEGATRON_ACTOR, TrainWorker
 from slime.ray.utils import STOP_TIMEOUT_S, add_default_ray_env_vars, wait_for
 from slime.supervision.heart import ROLLOUT_MANAGER
@@ -71,9 +71,13 @@ class RayTrainGroup:
                 )
             )
             if rank == 0:
-                master_addr, master_port = actors.get(
-                    handlers[0].call.remote("get_master_addr_and_port"),
-                    timeout=self.args.startup_timeout,
+                ((master_addr, master_port),) = wait_for(
+                    [handlers[0].call.remote("get_master_addr_and_port")],
+                    what=f"{self.role}: the first rank's process",
+                    timeout_s=self.args.startup_timeout,
+                    names=[name],
+                    option="--startup-timeout",
+                    meanwhile=self._require_room,
                 )
 
     def _all(
@@ -91,7 +95,11 @@ class RayTrainGroup:
             timeout_s=timeout_s,
             names=[*self.names, ROLLOUT_MANAGER],
             option=option,
+            meanwhile=self._require_room,
         )
+
+    def _require_room(self) -> None:
+        require_room(self._place[1][0])
 
     @property
     def names(self) -> list[str]:

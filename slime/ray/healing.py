@@ -28,6 +28,7 @@ from slime.exceptions import ConfigError, NothingLeft, ProcessDied, SaveError, S
 from slime.ray.actor_group import rank_names
 from slime.ray.cluster_folder import memory_folder
 from slime.ray.manager_seat import ROUTER, ManagerSeat, PendingRollout
+from slime.ray.placement import Placement
 from slime.ray.run_watch import ADVICE, CAUSE_S, RunWatch
 from slime.ray.train_states import Point, TrainStates
 from slime.ray.utils import LOCK_OF_UPDATES, slime_error_of, wait_for
@@ -49,8 +50,10 @@ logger = logging.getLogger(__name__)
 class NoHealing:
     """Without --recovery-interval: what fails, fails."""
 
-    def start_manager(self, start: Callable[[str | None], Any]) -> Any:
-        """The rollout manager's handle, or what stands for it; start(folder of its state)."""
+    def start_manager(self, start: Callable[[str | None], Any], placement: Placement) -> Any:
+        """The rollout manager's handle, or what stands for it. start(folder of its state): one with
+        engines in the placement.
+        """
         return start(None)
 
     def create(self, start: Callable[[], Started]) -> Started:
@@ -183,15 +186,16 @@ class RunHealer(NoHealing):
 
     def unless_with_manager(self, otherwise: Healer = lambda loss: False) -> Healer:
         """Who takes care of a process that ends with the manager: a new manager starts its own."""
-        return lambda loss: self._has_lost_manager() or otherwise(loss)
+        return lambda loss: self._has_lost_manager() or self._owes_manager or otherwise(loss)
 
     def _has_lost_manager(self) -> bool:
         return any(loss.role == ROLLOUT_MANAGER for loss in self._losses)
 
     # --- what the loops ask -----------------------------------------------------------------------
 
-    def start_manager(self, start: Callable[[str | None], Any]) -> Any:
-        self._seat = ManagerSeat(self._args, start, self._states.place_of_manager())
+    def start_manager(self, start: Callable[[str | None], Any], placement: Placement) -> Any:
+        folder = self._states.place_of_manager()
+        self._seat = ManagerSeat(self._args, start, folder, placement)
         return self._seat
 
     def create(self, start: Callable[[], Started]) -> Started:
@@ -285,8 +289,7 @@ class RunHealer(NoHealing):
         if ends:
             number = 0 if self._rollout_id is None else self._rollout_id + 1
             self._until_done(lambda: self._write_now(number))
-            for group in groups:
-                group.end()
+            self._end_ranks()
         else:
             self._until_done(lambda: [group.offload() for group in groups])
         self._is_awake = False
@@ -361,12 +364,12 @@ class RunHealer(NoHealing):
         first = min(self._losses, key=lambda loss: loss.role != ROLLOUT_MANAGER)
         self._num_losses += 1
         number = self._rollout_id
-        during = "before the first rollout" if number is None else f"in rollout {number}"
+        since = "the start" if number is None else f"the training of rollout {number} began"
         if self._num_losses >= MAX_LOSSES:
             self._has_given_up = True
             raise SlimeError(
-                f"{first.sentence()} Processes of this run were lost {self._num_losses} times "
-                f"{during}, which may be what ends them. {ADVICE}"
+                f"{first.sentence()} Ranks or the rollout manager were lost {self._num_losses} "
+                f"times since {since}, which may be what ends them. {ADVICE}"
             )
         what = "The rollout manager" if self._has_lost_manager() else "All training ranks"
         also = " and its engines are" if self._has_lost_manager() else " are"
@@ -437,17 +440,22 @@ class RunHealer(NoHealing):
             again()
             if has_weights and name == "update":
                 policy.send_weights_again()
-        if not self._is_awake:
+        if not self._is_awake and self._args.release_train:
+            self._end_ranks()
+        elif not self._is_awake:
             for group in self._groups:
-                if self._args.release_train:
-                    group.end()
-                else:
-                    group.offload()
+                group.offload()
         if sends:
             assert self._seat is not None
             if not self._engines_are_awake:
                 self._ask_manager("offload", "freeing the engines' memory")
             self._seat.ask_again()
+
+    def _end_ranks(self) -> None:
+        """The ranks' processes end; their state is written."""
+        for group in self._groups:
+            with contextlib.suppress(Exception):  # one that ends by itself ends too
+                group.end()
 
     @property
     def _manager(self) -> Any:

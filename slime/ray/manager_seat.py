@@ -20,6 +20,7 @@ import ray
 
 from slime.exceptions import ProcessDied, SlimeError
 from slime.ray import actors
+from slime.ray.placement import Placement, require_room
 from slime.ray.utils import LOCK_OF_UPDATES, reason_of_death, wait_for
 from slime.supervision.heart import ROLLOUT_MANAGER
 from slime.supervision.records import end_by_force
@@ -82,11 +83,18 @@ class PendingRollout:
 
 class ManagerSeat:
     """Stands for the manager's handle; `handle` is that of the process that is the manager now.
-    start(folder): a new one, which keeps its state there.
+    start(folder): a new one, which keeps its state there, with engines in the placement.
     """
 
-    def __init__(self, args: argparse.Namespace, start: Callable[[str], Any], folder: Path) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        start: Callable[[str], Any],
+        folder: Path,
+        placement: Placement,
+    ) -> None:
         self._args, self._start, self._folder = args, start, str(folder)
+        self._placement = placement
         self.handle = start(self._folder)
         self.last_rollout = -1  # that was handed out
         self._pending: dict[int, PendingRollout] = {}
@@ -133,6 +141,7 @@ class ManagerSeat:
             what="starting the engines again",
             timeout_s=limit,
             option="--startup-timeout",
+            meanwhile=lambda: require_room(self._placement[0]),
         )
         (start,) = wait_for(
             [self.handle.go_on.remote(last)],

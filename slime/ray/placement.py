@@ -10,11 +10,15 @@ import argparse
 from typing import Any, cast
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.accelerator import get_accelerator
-from slime.exceptions import ConfigError
+from slime.exceptions import ConfigError, SlimeError
 from slime.ray import actors
 from slime.ray.utils import wait_for
 
@@ -105,6 +109,26 @@ def _create_placement_group(num_devices: int) -> Placement:
         ),
     )
     return group, order, [places[index][1] for index in order]
+
+
+def require_room(group: PlacementGroup | None) -> None:
+    """SlimeError where a node is gone and those that are left do not hold the run's devices: Ray
+    places the group's lost bundles again as soon as there is room, and would wait for ever.
+    """
+    if group is None or placement_group_table(group)["state"] == "CREATED":
+        return
+    resource, num_devices = device_resource(), group.bundle_count
+    nodes = ray.nodes()
+    have = sum(node["Resources"].get(resource, 0) for node in nodes if node["Alive"])
+    if num_devices <= have:
+        return
+    gone = [node["NodeManagerAddress"] for node in nodes if not node["Alive"]]
+    raise SlimeError(
+        f"{len(gone)} node(s) of the Ray cluster are gone ({', '.join(gone)}), and the others do "
+        f"not hold this run.\n  needed: {num_devices} {resource}\n  left: {have:g} {resource}\n"
+        "Start a node in its place (ray start --address ...), or continue with --load on fewer "
+        "devices: a checkpoint is loaded under any layout."
+    )
 
 
 def bundle_strategy(

@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -37,6 +37,7 @@ DEATH_NOTICE_S = 3.0  # how much later than its peers' errors the death of a pro
 OTHER_ERRORS_S = 0.5  # how much later than the first the same error of another rank may arrive
 
 LOCK_POLL_S = 0.1
+WAIT_POLL_S = 10.0
 LOCK_OF_UPDATES = "the lock of weight updates"  # its role
 TRAINING_RANKS = "the training ranks"  # as the holder of the lock
 
@@ -135,10 +136,13 @@ def wait_for(
     timeout_s: float,
     names: Sequence[str] | None = None,
     option: str | None = "--step-timeout",
+    meanwhile: Callable[[], object] | None = None,
 ) -> list[Any]:
     """The results of `refs` in order. Raises the first failure as soon as it happens, whichever
     actor it is on, and SlimeError after `timeout_s` seconds, which `option` sets: with one rank
     dead, its peers would otherwise wait in a collective.
+
+    meanwhile: is called every few seconds, and may raise what ends the wait.
 
     A process that died is a ProcessDied that names the operation and, with `names` (one a
     reference), whose it was.
@@ -163,7 +167,9 @@ def wait_for(
                     f"{what}: {len(pending)} of {len(refs)} actors{silent} gave no answer within "
                     f"{limit}"
                 )
-            done, pending = actors.wait(pending, num_returns=1, timeout=min(left, 10.0))
+            done, pending = actors.wait(pending, num_returns=1, timeout=min(left, WAIT_POLL_S))
+            if not done and meanwhile is not None:
+                meanwhile()
             try:
                 actors.get(done)
             except Exception as error:

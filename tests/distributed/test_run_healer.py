@@ -65,10 +65,12 @@ class Ranks:
     def finish_publish_state(self, refs):
         pass
 
-    def end(self):
+    def end_now(self):
         self.is_running = False
 
-    end_now = end
+    def end(self):
+        self.is_running = False
+        raise ProcessDied("stop: it died by itself")
 
     def recreate(self, manager, folder, number):
         self._call(f"recreate {number}")
@@ -146,7 +148,12 @@ def healer(tmp_path, monkeypatch):
     monkeypatch.setattr(healing, "CAUSE_S", 0.05)
     monkeypatch.setattr(healing, "SETTLE_S", 0.0)
     monkeypatch.setattr(train_states, "available_memory", lambda: 10**9)
-    monkeypatch.setattr(healing, "memory_folder", lambda folder: tmp_path / "memory")
+
+    def memory_folder(folder):
+        (tmp_path / "memory").mkdir(exist_ok=True)
+        return tmp_path / "memory"
+
+    monkeypatch.setattr(healing, "memory_folder", memory_folder)
 
     def get(value):
         if isinstance(value, Exception):
@@ -177,7 +184,7 @@ def healer(tmp_path, monkeypatch):
             manager.lose = lambda: found.lose(Loss(ROLLOUT_MANAGER, 8, ""))
             return manager
 
-        found.seat = found.start_manager(start_manager)
+        found.seat = found.start_manager(start_manager, (None, [], []))
         policy, critic = groups[-1], groups[0] if len(groups) > 1 else None
         found.create(lambda: (policy, critic, 0))
         found.starts = []
@@ -251,7 +258,10 @@ def test_the_same_rollout_ends_the_run_after_three_losses(healer):
         rollout(tended, rollout_id, policy)
     tended.do(lambda: None)
     policy.dies = range(policy.num_calls, 1000)
-    with pytest.raises(SlimeError, match=r"actor rank 0 .* lost 3 times in rollout 3.*--load"):
+    with pytest.raises(
+        SlimeError,
+        match=r"actor rank 0 .* lost 3 times since the training of rollout 3 began.*--load",
+    ):
         rollout(tended, 3, policy)
     assert not tended.lose(Loss("actor rank 0", 7, "")), "from now on a loss ends the run"
 
@@ -281,7 +291,7 @@ def test_ranks_that_die_while_they_load_are_started_again(healer):
 
     assert tended.create(start)[2] == 4 and tries == [0, 1, 2]
     tries[:] = [0, 1]
-    with pytest.raises(SlimeError, match="lost 3 times before the first rollout"):
+    with pytest.raises(SlimeError, match="lost 3 times since the start"):
         healer(1, Ranks("actor", [])).create(lambda: tries.clear() or start())
 
 
@@ -419,8 +429,19 @@ def test_what_ends_with_the_manager_is_no_loss_of_its_own(healer):
     tended, engine = healer(1, Ranks("actor", [])), Loss("engine 0", 9, "")
     assert tended.unless_with_manager(lambda loss: False)(engine) is False
     assert tended.unless_with_manager(lambda loss: True)(engine) is True
+    answers, told = [], tended.unless_with_manager(lambda loss: False)
+    end_now = tended._groups[0].end_now
+    tended._groups[0].end_now = lambda: (answers.append(told(engine)), end_now())
+    tended.lose(Loss("actor rank 0", 7, ""))
     tended.lose(Loss(ROLLOUT_MANAGER, 8, ""))
-    assert tended.unless_with_manager(lambda loss: False)(engine) is True
+    assert told(engine) is True
+    Manager._answer, answer = lambda self, *call: (answers.append(told(engine)), answer(self, *call))[1], Manager._answer  # fmt: skip
+    try:
+        tended.do(lambda: None)
+    finally:
+        Manager._answer = answer
+    assert len(answers) > 2 and answers[:2] == [True, True], "until the new one is there"
+    assert told(engine) is False
 
 
 def test_a_manager_that_dies_before_the_run_begins_ends_it(healer):
