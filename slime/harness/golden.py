@@ -12,7 +12,6 @@ equal, 1: something differs (the first cause is named), 2: it cannot be read.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from slime.harness.diff.results import Report
 from slime.harness.diff.text import as_json, describe
 from slime.harness.golden_check import Check, check_rollouts, default_stages, report_of
 from slime.harness.golden_cut import Cut, cut, renewed
+from slime.harness.json_text import json_text
 from slime.harness.replay.stages import STAGES
 from slime.harness.replay.training import TIMEOUT_S, TRAIN_STAGE
 from slime.recording.reader import Recording
@@ -157,7 +157,7 @@ def _report(recording: Recording, checks: Sequence[Check], *, as_text: bool) -> 
     if as_text:
         print(*_lines(report), sep="\n")
     else:
-        print(json.dumps(as_json(report), default=str))
+        print(json_text(as_json(report)))
     return 0 if report.identical else 1
 
 

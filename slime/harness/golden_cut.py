@@ -33,6 +33,7 @@ from slime.harness.golden_check import (
     read_notes,
     this_machine,
 )
+from slime.harness.output_paths import require_free
 from slime.harness.replay.stages import STAGES
 from slime.harness.replay.training import (
     REFERENCE_FOLDER,
@@ -88,6 +89,7 @@ def cut(
     chosen = list(choice.rollouts or recording.rollouts)
     if out.exists():
         raise ConfigError(f"--out {out} exists. Give a new folder.")
+    require_free("--out", out)
     if choice.samples is not None and choice.samples < 1:
         raise ConfigError(f"--samples {choice.samples} must be at least 1.")
     if not chosen:

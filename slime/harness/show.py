@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from slime.exceptions import ConfigError, RolloutDataError, SlimeError
 from slime.files.rollout_dump import is_rollout_dump, read_rollout_dump
 from slime.files.train_dump import read_train_dump
 from slime.harness.consistency_report import decoder_of, print_plain, printable, read_config
+from slime.harness.json_text import json_text
 from slime.harness.show_recording import (
     overview,
     recorded_at,
@@ -371,12 +371,7 @@ def show(options: argparse.Namespace, stream: TextIO) -> None:
 
 
 def _as_json(sample: Sample, rows: Sequence[TokenRow]) -> str:
-    def finite(value: object) -> Any:
-        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-    tokens = [
-        {name: finite(value) for name, value in dataclasses.asdict(row).items()} for row in rows
-    ]
+    tokens = [dataclasses.asdict(row) for row in rows]
     names = (
         "index",
         "group_index",
@@ -388,8 +383,8 @@ def _as_json(sample: Sample, rows: Sequence[TokenRow]) -> str:
         "valid",
         "invalid_reason",
     )
-    facts = {name: finite(getattr(sample, name)) for name in names}
-    return json.dumps({**facts, "status": sample.status.value, "tokens": tokens}, default=str)
+    facts = {name: getattr(sample, name) for name in names}
+    return json_text({**facts, "status": sample.status.value, "tokens": tokens})
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import orjson
 
 from slime.exceptions import ConfigError
 from slime.files.atomic import write_bytes
+from slime.harness.output_paths import require_free
 from slime.harness.trace_export import chrome_trace
 from slime.harness.trace_files import (
     WAITS,
@@ -234,14 +235,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.run is None:
         parser.error("give the folder of a run with --trace")
+    out = options.out or options.run / OUT_NAME
     try:
+        require_free("--out", out)
         summary, events, num_unreadable = build_summary(options.run, rollout=options.rollout)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     min_share = 0.0 if options.all else MIN_SHARE
     print_summary(summary, num_unreadable=num_unreadable, min_share=min_share)
-    out = options.out or options.run / OUT_NAME
     try:
         write_bytes(out, orjson.dumps(events))
     except OSError as error:

@@ -204,6 +204,47 @@ def test_a_part_alone_is_held_against_its_manifest(recorded_run, tmp_path):
         compare_paths(recorded_run / "rollout_000001" / "steps.jsonl", path)
 
 
+@pytest.mark.parametrize(
+    ("part", "column", "row", "change", "stage"),
+    [
+        ("samples", "index", 8, lambda value: value + 1, DiffStage.PROMPT),
+        ("samples", "loss_mask", 9, lambda mask: 1 - mask, DiffStage.COLUMN),
+        ("train", "dp_rank", 9, lambda rank: rank + 1, DiffStage.ARRIVAL),
+        ("train", "step", 9, lambda step: step + 1, DiffStage.ARRIVAL),
+        ("train", "micro_batch", 9, lambda number: number + 1, DiffStage.ARRIVAL),
+    ],
+)
+def test_where_a_change_is_first_seen(part, column, row, change, stage, recorded_run, tmp_path):
+    """An index that stands twice was seen as another sample's tokens, a mask as a part of the
+    reply, and where a rank trained a row not at all."""
+    other = copy_of(recorded_run, tmp_path / "b")
+    edit_column(other, part, column, row, change)
+    report = compare_paths(recorded_run, other)
+    assert report.first_stage is stage, words(report)
+    first = report.first[1]
+    assert (first.part, first.field, first.row_a) == (part, column, row)
+
+
+@pytest.mark.parametrize(
+    ("part", "column"), [("samples", "raw_row"), ("columns", "position"), ("train", "position")]
+)
+def test_rows_that_are_joined_wrongly_are_an_error(part, column, recorded_run, tmp_path):
+    """A row that is numbered as another one was compared as if it were in its place."""
+    other = copy_of(recorded_run, tmp_path / "b")
+    edit_column(other, part, column, 3, lambda number: number + 1)
+    with pytest.raises(RolloutDataError, match=rf"{part}.parquet: {column} must count its rows"):
+        compare_paths(recorded_run, other)
+
+
+def test_a_value_that_is_no_json_is_named_with_its_file(recorded_run, tmp_path):
+    """The hash may be right and the value not."""
+    other = copy_of(recorded_run, tmp_path / "b")
+    edit_column(other, "samples", "reward", 3, lambda text: "{")
+    where = r"rollout_000001/samples\.parquet, column reward, row 3 holds no JSON value"
+    with pytest.raises(RolloutDataError, match=where):
+        compare_paths(recorded_run, other)
+
+
 # --- layouts --------------------------------------------------------------------------------------
 
 

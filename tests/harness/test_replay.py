@@ -1,6 +1,7 @@
 """`slime replay`: every stage of a recorded rollout, run again from its recorded input, gives what was
 recorded; what the options change is found in the stage that they change."""
 
+import decimal
 import json
 import os
 import re
@@ -100,6 +101,20 @@ def test_a_score_is_made_again_where_a_scorer_made_it(options, own, expected):
         why = stages._why_not_scored(args, batch, rescore=rescore)
         wanted = None if rescore and expected == "with --rescore" else expected
         assert why is None if wanted is None else wanted in why
+
+
+async def reward_with_an_object(args, sample, **kwargs):
+    """A reward function that keeps an object in the sample that no file can hold."""
+    sample.metadata["price"] = decimal.Decimal("0.1")
+    return 7.0
+
+
+def test_what_a_scorer_leaves_in_a_sample_is_described_as_recording_does(recorded, capsys):
+    """It made the stage one that cannot be replayed."""
+    path = "harness.test_replay.reward_with_an_object"
+    words = ("--rollout", 0, "--stage", "rewards", "--rescore", "--custom-rm-path", path)
+    status, text = differing(recorded, capsys, *words)
+    assert status == 1 and "rollout 0 rewards: different" in text, text
 
 
 def convert(args, samples):

@@ -25,6 +25,7 @@ from slime.harness.audit.json_lines import check_mapping, parse
 from slime.harness.audit.reports import as_json, text_report, write_page
 from slime.harness.audit.shapes import ReadOptions, open_regular
 from slime.harness.consistency_report import printable
+from slime.harness.output_paths import require_free
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--top {options.top} must not be negative.")
         if options.html is not None and not options.html.absolute().parent.is_dir():
             raise ConfigError(f"--html {options.html}: there is no such folder.")
+        if options.html is not None:
+            require_free("--html", options.html, read=[Path(options.path)])
         result = audit(options.path, _options(options))
         if options.html is not None:
             write_page(result, options.html)

@@ -48,6 +48,7 @@ class Column:
     offsets: np.ndarray | None = None
     missing: np.ndarray | None = None
     trailing: tuple[int, ...] = ()
+    where: str = ""  # begins the sentence of an error
 
     def at(self, row: int) -> Any:
         """The entry of one sample; None where it is missing."""
@@ -65,7 +66,9 @@ class Column:
         try:
             return decode_json(text.encode())
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise RolloutDataError(f"row {row} holds no JSON value: {text[:80]!r}") from error
+            raise RolloutDataError(
+                f"{self.where}row {row} holds no JSON value: {text[:80]!r}"
+            ) from error
 
 
 # what samples are matched by and shown with; every other column is read once, and let go
@@ -246,7 +249,9 @@ def _column_of(
     absent = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
     if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
         is_json = form[0] == "json" if form is not None else name in _JSON_COLUMNS
-        return Column("json" if is_json else "text", array, missing=absent)
+        return Column(
+            "json" if is_json else "text", array, missing=absent, where=f"{where}, column {name}, "
+        )
     if is_number(kind):
         if absent is not None:
             array = array.fill_null(False if pyarrow.types.is_boolean(kind) else 0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,8 @@ from slime.harness.bounds import tolerance_of
 from slime.harness.diff import pages
 from slime.harness.diff.inputs import Choice, compare_paths
 from slime.harness.diff.text import as_json, describe
+from slime.harness.json_text import json_text
+from slime.harness.output_paths import require_free
 
 
 def parser_of_diff() -> argparse.ArgumentParser:
@@ -80,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser_of_diff().parse_args(argv)
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError("slime diff needs pyarrow: pip install 'slime-rl[data]'.")
+    for option, path in (("--junit", options.junit), ("--html", options.html)):
+        if path is not None:
+            require_free(option, Path(path), read=map(Path, (options.a, options.b)))
     report = compare_paths(options.a, options.b, choice_of(options))
     for path, page in ((options.junit, pages.junit), (options.html, pages.html)):
         if path is not None:
@@ -88,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except OSError as error:
                 raise ConfigError(f"{path} cannot be written: {error}") from error
     if options.json:
-        print(json.dumps(as_json(report), default=str))
+        print(json_text(as_json(report)))
     else:
         print(*describe(report, top=options.top), sep="\n")
     return 0 if report.identical else 1

@@ -57,9 +57,7 @@ def match(
         return match_by_place(num_a, num_b)
     if num_a == num_b and all(np.array_equal(x, y) for x, y in zip(ids_a, ids_b, strict=True)):
         return match_by_place(num_a, num_b)
-    keys_a, keys_b = _keys(ids_a), _keys(ids_b)
-    row_in_b = {key: row for row, key in enumerate(keys_b)}
-    pairs = [(row, row_in_b[key]) for row, key in enumerate(keys_a) if key in row_in_b]
+    pairs = _pairs_of(ids_a, ids_b)
     if len(pairs) < _ENOUGH * min(num_a, num_b):
         return match_by_place(num_a, num_b)
     taken_a, taken_b = {row for row, _ in pairs}, {row for _, row in pairs}
@@ -75,6 +73,27 @@ def match(
         np.setdiff1d(np.arange(num_b), rows[:, 1]),
         np.flatnonzero(order != np.arange(len(rows))),
     )
+
+
+def _pairs_of(ids_a: Sequence[np.ndarray], ids_b: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+    """Rows with one identity, those in the same place first: where an identity stands twice on one
+    side by mistake, the sample that has it on both is not matched with the one that took it.
+    """
+    shared = min(len(ids_a[0]), len(ids_b[0]))
+    same = np.logical_and.reduce(
+        [x[:shared] == y[:shared] for x, y in zip(ids_a, ids_b, strict=True)]
+    )
+    in_place = np.flatnonzero(same)
+    rest_a = np.setdiff1d(np.arange(len(ids_a[0])), in_place)
+    rest_b = np.setdiff1d(np.arange(len(ids_b[0])), in_place)
+    keys_a, keys_b = _keys([x[rest_a] for x in ids_a]), _keys([x[rest_b] for x in ids_b])
+    row_in_b = {key: int(row) for row, key in zip(rest_b, keys_b, strict=True)}
+    pairs = [
+        (int(row), row_in_b[key])
+        for row, key in zip(rest_a, keys_a, strict=True)
+        if key in row_in_b
+    ]
+    return sorted([*((row, row) for row in in_place.tolist()), *pairs])
 
 
 def _keys(ids: Sequence[np.ndarray]) -> list[tuple[int, ...]]:

@@ -176,7 +176,7 @@ class _Comparison:
                 self._rest(x, y, matching, rows)
             elif part == "samples" and name == "tokens":
                 self._tokens(x, y, matching, rows)
-            elif part != "train" or name not in ("dp_rank", "step", "micro_batch"):
+            else:
                 self._column(part, name, x, y, matching, rows)
         for name in y.names:
             if name not in x and name not in NOT_COMPARED_FIELDS:
@@ -253,7 +253,9 @@ class _Comparison:
         if part == "schedule":
             return DiffStage.SCHEDULE
         both_have_columns = "columns" in self.a and "columns" in self.b
-        if part == "train" and both_have_columns and not stages.is_computed(name):
+        if part == "train" and (
+            name in (*_PLACES, "step") or (both_have_columns and not stages.is_computed(name))
+        ):
             return DiffStage.ARRIVAL
         return stages.stage_of_field(name)
 
@@ -272,7 +274,7 @@ class _Comparison:
             result.rows = np.unique(rows_a[outcome.pairs])
             row_a, row_b = int(rows_a[lowest]), int(rows_b[lowest])
             result.first = Difference(stage, part, name, *outcome.first, row_a, row_b)
-        if part == "schedule" and self.settings.layout_differs and name in _PLACES:
+        if part in ("schedule", "train") and self.settings.layout_differs and name in _PLACES:
             result.expected = LAYOUT_DIFFERS
         self.result.fields.append(result)
 

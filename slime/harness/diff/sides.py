@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from slime.exceptions import RolloutDataError
@@ -95,6 +96,7 @@ class Side:
         needed = {"samples": "tokens", "schedule": "dp_rank", "columns": "raw_row"}.get(name)
         if needed is not None:
             found.require(needed)
+        _require_counted_rows(name, found)
         if name == "train" and not found.header:
             raise RolloutDataError(f"{path} is no train part of a recording: it has no header.")
         return found
@@ -145,6 +147,16 @@ class Side:
             known.update(parallel if isinstance(parallel, dict) else {})
         known["ranks"] = self.facts.get("world_size")
         return {name: value for name, value in known.items() if value is not None}
+
+
+def _require_counted_rows(part: str, columns: Columns) -> None:
+    """`RolloutDataError` where the column by which a part is joined does not count its rows."""
+    name = "raw_row" if part == "samples" else "position"
+    numbers = columns.numbers(name)
+    if numbers is not None and not np.array_equal(numbers, np.arange(columns.num_rows)):
+        raise RolloutDataError(
+            f"{columns.where}: {name} must count its rows from 0; other parts are joined by it."
+        )
 
 
 def _is_table(path: Path) -> bool:

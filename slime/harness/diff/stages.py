@@ -72,6 +72,7 @@ _SAMPLE_FIELDS = {
         "generate_function_path custom_rm_path"
     ),
     DiffStage.REWARD: "reward",
+    DiffStage.COLUMN: "loss_mask",
     DiffStage.VERDICT: (
         "valid reason detail dropped dropped_by changes invalid_reason remove_sample "
         "kept_in_spite_of"

@@ -33,6 +33,7 @@ from slime.harness.diff.rollouts import Settings, compare_sides
 from slime.harness.diff.sides import Side
 from slime.harness.diff.text import describe
 from slime.harness.diff.values import Tolerance
+from slime.harness.output_paths import require_free
 from slime.harness.replay.options import given_options, replayed_options, tokenizer_folder
 from slime.harness.replay.stages import RUN, STAGES, Skipped, StageInput
 from slime.harness.replay.training import TIMEOUT_S, TRAIN_STAGE, replay_training
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, words = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
     tolerance, own.timeout = tolerance_of(own), timeout_of(own)
     recording = Recording(own.recording)
-    with output_folder(own.out, recording) as folder:
+    with output_folder(own.out) as folder:
         found = [report(done, tolerance) for done in replay(recording, own, words, folder)]
     return exit_status(found, named=bool(own.stage))
 
@@ -96,10 +97,8 @@ def exit_status(found: Sequence[int | None], *, named: bool) -> int:
 
 
 @contextlib.contextmanager
-def output_folder(out: Path | None, recording: Recording) -> Iterator[Path]:
-    """`out`, made now, or a temporary folder. ConfigError where it exists, or lies in the recording
-    that is read.
-    """
+def output_folder(out: Path | None) -> Iterator[Path]:
+    """`out`, made now, or a temporary folder. ConfigError where it exists, or lies in a recording."""
     if out is None:
         folder = Path(tempfile.mkdtemp(prefix="slime-replay-"))
         try:
@@ -107,9 +106,7 @@ def output_folder(out: Path | None, recording: Recording) -> Iterator[Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return
-    root, target = recording.root.resolve(), out.resolve()
-    if target == root or root in target.parents:
-        raise ConfigError(f"--out {out} lies in the recording {recording.root}, which is read.")
+    require_free("--out", out)
     if out.exists():
         raise ConfigError(f"--out {out} exists. Give a new folder.")
     out.mkdir(parents=True)

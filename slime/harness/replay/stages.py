@@ -182,7 +182,7 @@ def replay_scores(stage: StageInput, writer: PartWriter) -> None:
     scored = asyncio.run(_scored_again(stage))
     table = stage.rollout.table("samples")
     rows = [*scored, *samples.samples[samples.num_batch :]]
-    fresh = sample_table(rows)
+    fresh = sample_table(rows, describe=True)
     for name in ("reward", "rest"):  # `rest` holds the verdict
         place = table.column_names.index(name)
         table = table.set_column(place, table.field(place), fresh[name])
