@@ -247,8 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def conclude(run_dir: Path, *, started: float, is_recipe: bool) -> int:
-    """Prints the last line, `accuracy: 0.31 -> 0.78 (x2.5) in 281 s`, and returns the
-    exit status.
+    """Prints how to look at the run and the last line, `accuracy: 0.31 -> 0.78 (x2.5) in 281 s`, and
+    returns the exit status.
     """
     run = read_run(run_dir)
     problems = summarize_run(run).problems
@@ -264,6 +264,8 @@ def conclude(run_dir: Path, *, started: float, is_recipe: bool) -> int:
         )
     for problem in problems:
         print(f"PROBLEM: {problem}", file=sys.stderr, flush=True)
+    slime = os.path.relpath(Path(sys.executable).with_name("slime"))
+    print(f"look at it: {slime} view {run_dir}", flush=True)
     if len(accuracies) >= 2:
         first, last = accuracies[0], accuracies[-1]
         ratio = f"x{last / first:.1f}" if first > 0 else "from nothing"

@@ -267,6 +267,10 @@ class RowReader:
                 found = _with_texts(table, self.schema, self._limit)
             yield first, found
 
+    def num_groups_of(self, rows: Sequence[int]) -> int:
+        """How many row groups these rows are in."""
+        return len(np.unique(np.searchsorted(self._bounds, np.asarray(rows), side="right")))
+
     def rows(self, rows: Sequence[int], columns: Sequence[str]) -> pyarrow.Table:
         """These rows, in this order, of these columns. `RolloutDataError` where the file is
         damaged, IndexError for a row that it does not have.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -51,6 +52,8 @@ def build_app(catalog: Catalog, *, token: str, host: str, port: int) -> Guard:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        site.is_warming = True
+        threading.Thread(target=site.warm_up, name="warm-up", daemon=True).start()
         yield
         site.close()
 

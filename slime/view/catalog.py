@@ -27,6 +27,7 @@ MOST_ENTRIES = 2000
 MOST_FOLDERS = 20_000
 LARGEST_CONFIG = 1 << 22  # bytes
 MAX_AGE_S = 2.0
+SETTLED_S = 60.0  # a recording that has not changed for so long is looked at as seldom
 _SNAPSHOT = re.compile(r"raw_(\d{6,12})\.parquet")
 _DUMP = re.compile(r"(eval_)?(\d{1,12})\.(?:parquet|jsonl)")
 _SKIPPED = frozenset(("gate", "logs", "dumps", "trace", "tokenizer", "weights", "wandb", ".git"))
@@ -77,6 +78,7 @@ class Catalog:
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._configs: dict[Path, tuple[tuple[int, int], Mapping[str, Any]]] = {}
+        self._rollouts: dict[Entry, tuple[float, int, list[RolloutRef]]] = {}
         self._looked_at = float("-inf")
 
     def entries(self) -> list[Entry]:
@@ -98,6 +100,28 @@ class Catalog:
         except OSError:
             return False
         return any(real == root or root in real.parents for root in self.roots)
+
+    def rollouts(self, entry: Entry) -> list[RolloutRef]:
+        """`rollouts_of`, looked up anew when the recording has changed lately, or after a while."""
+        now = time.monotonic()
+        changed = 0 if entry.recording is None else entry.recording.stat().st_mtime_ns
+        known = self._rollouts.get(entry)
+        if known is not None and known[1] == changed:
+            is_settled = entry.recording is not None and time.time() - changed / 1e9 > SETTLED_S
+            if now - known[0] < (SETTLED_S if is_settled else MAX_AGE_S):
+                return known[2]
+        found = rollouts_of(entry)
+        self._rollouts[entry] = now, changed, found
+        return found
+
+    def find_rollout(self, entry: Entry, key: str) -> RolloutRef:
+        """The rollout of an address. `RolloutDataError` saying which there are."""
+        known = self.rollouts(entry)
+        for ref in known:
+            if ref.key == key:
+                return ref
+        listed = f"{known[0].title} to {known[-1].title}" if known else "none"
+        raise RolloutDataError(f"{entry.name} has no samples of {key[:40]}; it has {listed}.")
 
     def config(self, folder: Path) -> Mapping[str, Any]:
         """The options in the folder's config.yaml; {} where it has none that can be read."""
@@ -228,13 +252,3 @@ def _files(folder: Path) -> list[Path]:
         return [one for one in folder.iterdir() if one.is_file() and not one.is_symlink()]
     except OSError:
         return []
-
-
-def find_rollout(entry: Entry, key: str) -> RolloutRef:
-    """The rollout of an address. `RolloutDataError` saying which there are."""
-    known = rollouts_of(entry)
-    for ref in known:
-        if ref.key == key:
-            return ref
-    listed = f"{known[0].title} to {known[-1].title}" if known else "none"
-    raise RolloutDataError(f"{entry.name} has no samples of {key[:40]}; it has {listed}.")

@@ -18,7 +18,7 @@ from slime.data.sample import Sample, Status
 from slime.exceptions import RolloutDataError, SlimeError
 from slime.gate import tools
 from slime.harness.run_records import RunRecords
-from slime.view.catalog import FILES, Entry, RolloutRef, rollouts_of
+from slime.view.catalog import FILES, Entry, RolloutRef
 from slime.view.charts import histogram
 from slime.view.pages_rollout import cell_text
 from slime.view.pages_runs import options_of_entry
@@ -52,7 +52,7 @@ def gate_page(site: Site, request: Request) -> Response:
         alarms=alarms[:200],
         notes=notes,
         misaligned=_misaligned(site, entry, examples.get(MISALIGNED, [])),
-        refs=[ref for ref in rollouts_of(entry)[::-1] if not ref.evaluation][:20],
+        refs=[ref for ref in site.catalog.rollouts(entry)[::-1] if not ref.evaluation][:20],
         live=run.state.is_live,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def _examples(site: Site, entry: Entry) -> tuple[dict[str, list[dict[str, Any]]]
     """(by reason some samples of the newest rollouts that have samples, what could not be read)."""
     found: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     notes = []
-    refs = [ref for ref in rollouts_of(entry)[::-1] if not ref.evaluation]
+    refs = [ref for ref in site.catalog.rollouts(entry)[::-1] if not ref.evaluation]
     for ref in refs[:ROLLOUTS_SEARCHED]:
         try:
             table = site.rollouts.get(ref)
@@ -230,7 +230,7 @@ def audit_page(site: Site, request: Request) -> Response:
     path = entry.recording or entry.path
     outcome = site.jobs.ask("audit", str(path), stamp=stamp)
     content = None if outcome is None else outcome.content
-    keys = {ref.key for ref in rollouts_of(entry)} if entry.kind != FILES else set()
+    keys = {ref.key for ref in site.catalog.rollouts(entry)} if entry.kind != FILES else set()
     findings = [] if content is None else content.get("findings", [])[:MOST_FINDINGS]
     return site.page(
         request,
@@ -272,7 +272,7 @@ def diff_page(site: Site, request: Request) -> Response:
         words = ["diff", str(a.recording), str(b.recording)]
         if rollout.isdigit():
             words += ["--rollout", rollout]
-        outcome = site.jobs.ask(*words, stamp=_stamp(a, b))
+        outcome = site.jobs.ask(*words, stamp=_stamp(site, a, b))
         values["running"] = outcome is None
         values["outcome"] = outcome
         if outcome is not None and outcome.content is not None:
@@ -293,9 +293,9 @@ def diff_page(site: Site, request: Request) -> Response:
     )
 
 
-def _stamp(*entries: Entry) -> str:
+def _stamp(site: Site, *entries: Entry) -> str:
     """Another one when a recording has grown."""
-    return " ".join(str(len(rollouts_of(entry))) for entry in entries)
+    return " ".join(str(len(site.catalog.rollouts(entry))) for entry in entries)
 
 
 def _differing_fields(content: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -318,7 +318,7 @@ def _sides(
     key = f"{'eval' if kind == 'evaluation' else 'rollout'}-{number}"
     sides: list[dict[str, Any]] = []
     for entry, row in zip(entries, (first.get("position_a"), first.get("position_b")), strict=True):
-        ref = next((one for one in rollouts_of(entry) if one.key == key), None)
+        ref = next((one for one in site.catalog.rollouts(entry) if one.key == key), None)
         if ref is None or not isinstance(row, int):
             return None
         try:

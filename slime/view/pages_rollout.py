@@ -12,10 +12,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from slime.exceptions import ConfigError
-from slime.view.catalog import rollouts_of
 from slime.view.charts import histogram, number_text
 from slime.view.filters import HELP, filter_rows
-from slime.view.rollout_table import LONG, NUMBERS, TEXTS, TOKEN_STATISTICS, RolloutTable
+from slime.view.rollout_table import (
+    LONG,
+    NUMBERS,
+    TEXTS,
+    TOKEN_STATISTICS,
+    NotReady,
+    RolloutTable,
+)
 from slime.view.site import Missing, Site, number_in, pager, text_in
 from slime.view.templating import as_plain
 from slime.view.token_view import MOST_TOKENS, UNITS, differing_part, tokens_of
@@ -30,7 +36,7 @@ EXCERPT_OF_GROUP = 1500
 def rollouts_page(site: Site, request: Request) -> Response:
     """All rollouts of a run that have samples."""
     entry = site.entry(request)
-    refs = rollouts_of(entry)[::-1]
+    refs = site.catalog.rollouts(entry)[::-1]
     page = pager(request, len(refs), size=100)
     return site.page(
         request,
@@ -46,7 +52,10 @@ def rollouts_page(site: Site, request: Request) -> Response:
 def rollout_page(site: Site, request: Request) -> Response:
     """The samples, or the groups, of a rollout."""
     entry, ref, table = site.table(request)
-    chosen, error = _chosen(table, request)
+    chosen, error, pending = _chosen(table, request)
+    sort = text_in(request, "sort", limit=40)
+    if sort in TOKEN_STATISTICS and table.is_preparing and not table.has_token_statistics():
+        sort, pending = "", "gap and advantage of each sample are being computed"
     view = "groups" if text_in(request, "view") == "groups" else "samples"
     before, after = site.neighbours(entry, ref)
     shared = {
@@ -62,7 +71,8 @@ def rollout_page(site: Site, request: Request) -> Response:
         "filter_error": error,
         "filter_help": HELP,
         "view": view,
-        "sort": text_in(request, "sort", limit=40),
+        "sort": sort,
+        "pending": pending,
         "descending": text_in(request, "dir") == "desc",
         "num_chosen": int(chosen.sum()),
         "fates": fates(table, chosen),
@@ -77,19 +87,26 @@ def rollout_page(site: Site, request: Request) -> Response:
     return _samples(site, request, table, chosen, shared)
 
 
-def _chosen(table: RolloutTable, request: Request) -> tuple[np.ndarray, str]:
-    """(bool [N] of what filter and search leave, why the filter could not be read)."""
-    chosen, error = np.ones(table.num_rows, dtype=bool), ""
+def _chosen(table: RolloutTable, request: Request) -> tuple[np.ndarray, str, str]:
+    """(bool [N] of what filter and search leave, why the filter could not be read, what is not
+    there yet).
+    """
+    chosen, error, pending = np.ones(table.num_rows, dtype=bool), "", ""
     expression, text = text_in(request, "filter", limit=600), text_in(request, "q")
     if expression.strip():
         names = [*table.column_names, *LONG]
         try:
             chosen &= filter_rows(expression, table.column, names, table.num_rows)
+        except NotReady as problem:
+            pending = str(problem)
         except ConfigError as problem:
             error = str(problem)
     if text:
-        chosen &= table.search(text)
-    return chosen, error
+        try:
+            chosen &= table.search(text)
+        except NotReady as problem:
+            pending = str(problem)
+    return chosen, error, pending
 
 
 def _samples(
@@ -122,7 +139,7 @@ def _samples(
         rows=cells,
         same=same,
         pager=page,
-        offers_statistics=not table.has_token_statistics()
+        offers_statistics=not (table.has_token_statistics() or table.is_preparing)
         and TOKEN_STATISTICS[0] in table.column_names,
         **shared,
     )
@@ -158,15 +175,15 @@ def sorted_rows(table: RolloutTable, rows: np.ndarray, name: str, descending: bo
     """The rows in the order of a column; those without a value come last, and equal ones stay in
     their order.
     """
-    if not name or name not in (*table.column_names, "response", "prompt"):
-        return rows[::-1] if descending and name == "row" else rows
+    if name not in table.column_names:
+        return rows
     values = table.column(name)[rows]
     if values.dtype == object:
         lacking = np.asarray(values == "", dtype=bool)
-        _, values = np.unique(values.astype(str), return_inverse=True)
+        rank_of = {text: rank for rank, text in enumerate(sorted(set(values)))}
+        values = np.array([rank_of[text] for text in values], dtype=np.float64)
     else:
         lacking = np.isnan(values)
-    values = values.astype(np.float64)
     order = np.argsort(-values if descending else values, kind="stable")
     order = np.concatenate((order[~lacking[order]], order[lacking[order]]))
     return rows[order]
@@ -243,8 +260,8 @@ def group_page(site: Site, request: Request) -> Response:
     rows = np.flatnonzero(table.column("group") == number)[:MOST_NEIGHBOURS].tolist()
     if not rows:
         raise Missing(f"{ref.title} has no group {number}.")
-    texts = table.long_texts("response").take(rows).to_pylist()
-    prompt = table.long_texts("prompt").take(rows[:1]).to_pylist()[0]
+    texts = table.texts_of(rows, "response")
+    prompt = table.texts_of(rows[:1], "prompt")[0]
     return site.page(
         request,
         "group.jinja",

@@ -14,12 +14,15 @@ from slime.harness.run_records import FAMILIES, eval_sets
 from slime.harness.run_state import UNKNOWN, State
 from slime.recording import manifest
 from slime.recording.reader import LARGEST_RUN_RECORD
-from slime.view.catalog import FILES, Catalog, Entry, rollouts_of
+from slime.tracking.tracking import FILE_NAME
+from slime.view.catalog import FILES, RECORDING, Catalog, Entry
 from slime.view.charts import Spark, chart_data, spark
 from slime.view.run_data import Snapshot, name_of_label, rollout_of_train_step
 from slime.view.site import Site, number_in, pager, text_in
 
 MOST_RUNS = 100  # on one page
+LARGE = 2 << 20  # bytes of metrics
+READING = "being read"
 MOST_OVERLAID = 8
 MOST_DIFFERING = 40
 # options that say where a run stood, not what it did
@@ -59,6 +62,7 @@ def runs_page(site: Site, request: Request) -> Response:
         differing=differing,
         pager=page,
         q=text_in(request, "q"),
+        reading=any(row.state.word == READING for row in rows),
         roots=[str(root) for root in site.catalog.roots],
         live=any(row.state.is_live for row in rows),
     )
@@ -69,6 +73,8 @@ def _row(site: Site, entry: Entry) -> RunRow:
         return RunRow(
             entry, State(UNKNOWN, "no run: its files can be audited"), 0, None, None, [], 0
         )
+    if site.is_warming and _is_large(entry) and not site.runs.get(entry).is_read:
+        return RunRow(entry, State(READING), 0, None, None, [], 0)
     try:
         run = site.snapshot(entry)
         records = run.records
@@ -76,7 +82,8 @@ def _row(site: Site, entry: Entry) -> RunRow:
         return RunRow(
             entry,
             run.state,
-            len(records.series.get("rollout/ledger/sampled", {})) or len(rollouts_of(entry)),
+            len(records.series.get("rollout/ledger/sampled", {}))
+            or len(site.catalog.rollouts(entry)),
             spark(records, records.first_of(FAMILIES["reward"])),
             spark(records, f"eval/{sets[0]}" if sets else None),
             run.summary.problems,
@@ -84,6 +91,14 @@ def _row(site: Site, entry: Entry) -> RunRow:
         )
     except (SlimeError, OSError) as error:
         return RunRow(entry, State(UNKNOWN), 0, None, None, [], 0, str(error)[:400])
+
+
+def _is_large(entry: Entry) -> bool:
+    """Whether its metrics take a while to read."""
+    try:
+        return entry.kind == RECORDING or (entry.path / FILE_NAME).stat().st_size > LARGE
+    except OSError:
+        return False
 
 
 def options_of_entry(catalog: Catalog, entry: Entry) -> Mapping[str, Any]:
@@ -126,7 +141,7 @@ def run_page(site: Site, request: Request) -> Response:
     if entry.kind == FILES:
         return site.page(request, "files.jinja", title=entry.name, entry=entry, tab="overview")
     run = site.snapshot(entry)
-    refs = rollouts_of(entry)[::-1]
+    refs = site.catalog.rollouts(entry)[::-1]
     page = pager(request, len(refs))
     return site.page(
         request,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.exceptions import RolloutDataError
+from slime.exceptions import ConfigError, RolloutDataError
 from slime.files import tables
 from slime.files.json_values import decode_json
 from slime.files.rollout_dump import read_rollout_dump
@@ -29,6 +29,7 @@ SMALL_PART = 32 << 20  # bytes of a part whose hash is compared before it is rea
 LARGEST_TEXTS = 256 << 20  # bytes of texts that are kept in memory
 LARGEST_DUMP = 512 << 20
 EXCERPT = 160
+FEW_GROUPS = 3  # row groups that are read for some rows, rather than all texts
 # column -> (unit, what it is)
 NUMBERS = {
     "row": ("", "row of the samples part; the address of a sample"),
@@ -56,6 +57,10 @@ LONG = ("prompt", "response")
 TOKEN_STATISTICS = ("gap", "advantage")
 
 
+class NotReady(ConfigError):
+    """Of a large rollout, something that is being read; soon it is there."""
+
+
 class RolloutTable:
     """One rollout. For any thread. `notes`: what is missing or damaged, a sentence each."""
 
@@ -63,10 +68,13 @@ class RolloutTable:
         """`RolloutDataError` where there are no samples that can be read."""
         self.ref = ref
         self.notes: list[str] = []
+        self.is_wanted = True  # nobody asks for it any more: what is prepared can be left
+        self.is_preparing = False
         self._lock = threading.RLock()
         self._waiting: set[str] = set()  # parts whose hashes are being compared
         self._readers: dict[str, tables.RowReader] = {}
         self._texts: dict[str, pyarrow.ChunkedArray] = {}
+        self._statistics: dict[str, np.ndarray] | None = None
         self._dump: pyarrow.Table | None = None
         self._open(background)
         self.num_rows = self._num_rows()
@@ -82,7 +90,7 @@ class RolloutTable:
             return
         for name, path in self._files().items():
             try:
-                is_verified = self._check(name, path, background)
+                is_verified = self._check(name, path)
                 self._readers[name] = tables.RowReader(
                     path, what=f"{name} part", is_verified=is_verified
                 )
@@ -90,6 +98,9 @@ class RolloutTable:
                 self.notes.append(str(error)[:600])
         if "samples" not in self._readers:
             raise RolloutDataError("; ".join(self.notes) or f"{ref.path} has no samples part yet.")
+        if self._waiting:
+            self.is_preparing = True
+            background.submit(self._prepare)
 
     def _files(self) -> dict[str, Path]:
         path = self.ref.path
@@ -125,9 +136,9 @@ class RolloutTable:
                 f"the {listed.writer} writer has not completed it: the run goes on, or ended early"
             )
 
-    def _check(self, name: str, path: Path, background: ThreadPoolExecutor) -> bool:
-        """Holds a part against its manifest: a large one meanwhile, while it is read. Returns
-        whether its bytes are known to be those that were written.
+    def _check(self, name: str, path: Path) -> bool:
+        """Holds a part against its manifest: a large one later, while it is read. Returns whether
+        its bytes are known to be those that were written.
         """
         if self.ref.kind != "recorded":
             if path.is_symlink():
@@ -140,17 +151,47 @@ class RolloutTable:
             raise RolloutDataError(problem)
         if not is_small:
             self._waiting.add(name)
-            background.submit(self._compare_hash, name)
         return is_small
 
+    def _prepare(self) -> None:
+        """Holds large parts against their hashes, and reads, beside the pages, what a reader is
+        likely to ask for next.
+        """
+        try:
+            self._compare_hash("samples")
+            for name in LONG if self.is_wanted else ():
+                self._keep_texts(name, self._alone("samples"))
+            self._compare_hash("train")
+            if self.is_wanted and "train" in self._readers:
+                self._statistics = self._make_statistics(self._alone("train"))
+            for name in sorted(self._waiting):
+                self._compare_hash(name)
+        except (RolloutDataError, OSError) as error:
+            self.notes.append(str(error)[:600])
+        finally:
+            self.is_preparing = False
+
     def _compare_hash(self, name: str) -> None:
+        """Of a part that was not compared when it was opened. From then on it is read without the
+        checksums of its pages.
+        """
+        if name not in self._waiting or not self.is_wanted:
+            return
         try:
             problem = manifest.verify_part(self.ref.path, self._parts[name])
-        except OSError as error:
-            problem = str(error)
-        if problem is not None:
-            self.notes.append(problem)
-        self._waiting.discard(name)
+            if problem is None:
+                reader = self._alone(name)
+                with self._lock:
+                    self._readers[name] = reader
+            else:
+                self.notes.append(problem)
+        finally:
+            self._waiting.discard(name)
+
+    def _alone(self, part: str) -> tables.RowReader:
+        """A reader for one thread beside those of the pages."""
+        path = self._readers[part].path
+        return tables.RowReader(path, what=f"{part} part", is_verified=True)
 
     @property
     def problems(self) -> list[str]:
@@ -168,11 +209,6 @@ class RolloutTable:
         """Memory that its columns take, about."""
         kept = [value for name, value in self.__dict__.items() if isinstance(value, np.ndarray)]
         return sum(one.nbytes for one in kept) + sum(one.nbytes for one in self._texts.values())
-
-    def close(self) -> None:
-        with self._lock:
-            for reader in self._readers.values():
-                reader.close()
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -293,16 +329,21 @@ class RolloutTable:
                 found.append("trained" + (f": {reasons[row]}" if reasons[row] else ""))
         return found
 
-    @functools.cached_property
     def _token_statistics(self) -> dict[str, np.ndarray]:
+        if self._statistics is None:
+            if self.is_preparing:
+                raise NotReady("gap and advantage of each sample are being computed")
+            self._statistics = self._make_statistics(self._readers.get("train"))
+        return self._statistics
+
+    def _make_statistics(self, reader: tables.RowReader | None) -> dict[str, np.ndarray]:
         """Mean gap and advantage of each sample's trained tokens; NaN where there is none."""
         found = {name: np.full(self.num_rows, np.nan) for name in TOKEN_STATISTICS}
-        names = self._names("train")
-        if "loss_masks" not in names:
+        if reader is None or "loss_masks" not in reader:
             return found
         columns = ("loss_masks", "log_probs", "rollout_log_probs", "advantages")
-        by_place = {name: np.full(self._readers["train"].num_rows, np.nan) for name in found}
-        for first, table in self._readers["train"].groups([n for n in columns if n in names]):
+        by_place = {name: np.full(reader.num_rows, np.nan) for name in found}
+        for first, table in reader.groups([name for name in columns if name in reader]):
             flat = {name: tables.lists_of(table[name])[:2] for name in table.column_names}
             mask, offsets = flat.pop("loss_masks")
             fitting = {name: one[0] for name, one in flat.items() if len(one[0]) == len(mask)}
@@ -314,7 +355,7 @@ class RolloutTable:
                     means = _means(values, mask != 0, offsets)
                     by_place[name][first : first + len(means)] = means
         places = self.position_of_row
-        known = (places >= 0) & (places < self._readers["train"].num_rows)
+        known = (places >= 0) & (places < reader.num_rows)
         for name in found:
             found[name][known] = by_place[name][places[known]]
         return found
@@ -337,17 +378,22 @@ class RolloutTable:
         return shown + (list(TOKEN_STATISTICS) if has_train else [])
 
     def column(self, name: str) -> np.ndarray:
-        """A column [N]: float64 with NaN, or texts. KeyError for another name."""
+        """A column [N]: float64 with NaN, or texts. KeyError for another name, `NotReady` while it
+        is being computed.
+        """
         with self._lock:
             if name in TOKEN_STATISTICS:
-                return self._token_statistics[name]
+                return self._token_statistics()[name]
             if name in LONG:
                 return np.array(self.long_texts(name).to_pylist(), dtype=object)
             return self._columns[name]
 
     def has_token_statistics(self) -> bool:
-        """Whether they have been computed."""
-        return "_token_statistics" in self.__dict__
+        """Whether they are known, or take no time."""
+        part = self._readers.get("train")
+        return self._statistics is not None or (
+            part is not None and part.path.stat().st_size <= SMALL_PART
+        )
 
     # --- texts ------------------------------------------------------------------------------------
 
@@ -356,29 +402,47 @@ class RolloutTable:
         import pyarrow
 
         with self._lock:
-            known = self._texts.get(name)
-            if known is not None:
-                return known
+            if name in self._texts:
+                return self._texts[name]
+            if self._dump is not None:
+                return self._dump[name]
             if name not in self._names("samples"):
                 return pyarrow.chunked_array([pyarrow.array([""] * self.num_rows)])
-            found = self._read("samples", [name])[name]
-            if found.nbytes <= LARGEST_TEXTS:
-                self._texts[name] = found
-            return found
+            return self._keep_texts(name, self._readers["samples"])
+
+    def _keep_texts(self, name: str, reader: tables.RowReader) -> pyarrow.ChunkedArray:
+        found = reader.read([name])[name]
+        if found.nbytes <= LARGEST_TEXTS:
+            self._texts[name] = found
+        return found
 
     def excerpts(self, rows: Sequence[int], name: str) -> list[str]:
         """The beginnings of some rows' texts."""
+        return [(one or "")[:EXCERPT] for one in self.texts_of(rows, name)]
+
+    def texts_of(self, rows: Sequence[int], name: str) -> list[str | None]:
+        """The texts of some rows: from memory, from their row groups, or all of them are read."""
+        import pyarrow
         import pyarrow.compute
 
-        found = pyarrow.compute.take(self.long_texts(name), list(rows))
-        return [(one or "")[:EXCERPT] for one in found.to_pylist()]
+        reader = self._readers.get("samples")
+        if reader is not None and name in reader and name not in self._texts:
+            with self._lock:
+                if reader.num_groups_of(rows) <= FEW_GROUPS:
+                    return reader.rows(rows, [name])[name].to_pylist()
+        places = pyarrow.array(rows, pyarrow.int64())
+        return pyarrow.compute.take(self.long_texts(name), places).to_pylist()
 
     def search(self, text: str) -> np.ndarray:
-        """bool [N]: whose prompt, response, label or detail contains the text, whatever its case."""
+        """bool [N]: whose prompt, response, label or detail contains the text, whatever its case.
+        `NotReady` while the texts are being read.
+        """
         import pyarrow.compute
 
         with self._lock:
             found = np.zeros(self.num_rows, dtype=bool)
+            if self.is_preparing and not self._texts.keys() >= set(LONG):
+                raise NotReady("the texts are being read")
             for name in LONG:
                 matches = pyarrow.compute.match_substring(
                     self.long_texts(name), text, ignore_case=True
@@ -519,7 +583,7 @@ class RolloutLibrary:
             total = sum(one.num_bytes for one in self._open.values())
             if len(self._open) <= self.MOST and total <= self.MOST_BYTES:
                 return
-            self._open.pop(key)  # closed by whoever uses it last
+            self._open.pop(key).is_wanted = False  # closed by whoever uses it last
 
     def close(self) -> None:
         self._background.shutdown(wait=False, cancel_futures=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ from urllib.parse import quote, urlencode
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from slime.exceptions import ConfigError, RolloutDataError
-from slime.view.catalog import Catalog, Entry, RolloutRef, find_rollout, rollouts_of
+from slime.exceptions import ConfigError, RolloutDataError, SlimeError
+from slime.view.catalog import FILES, Catalog, Entry, RolloutRef
 from slime.view.jobs import Jobs
 from slime.view.rollout_table import RolloutLibrary, RolloutTable
 from slime.view.run_data import RunLibrary, Snapshot
@@ -29,10 +31,28 @@ class Site:
         self.rollouts = RolloutLibrary()
         self.decoders = Decoders()
         self.jobs = Jobs()
+        self.is_warming = False
+        self._is_closed = False
         self.templates = environment()
         self.templates.globals["url"] = url
 
+    def warm_up(self) -> None:
+        """Reads the runs and loads what pages need, before somebody asks."""
+        try:
+            for module in ("pyarrow.compute", "pyarrow.parquet"):
+                importlib.import_module(module)
+            for name in self.templates.list_templates():
+                self.templates.get_template(name)
+            for entry in self.catalog.entries():
+                if entry.kind != FILES and not self._is_closed:
+                    with contextlib.suppress(SlimeError, OSError):
+                        self.snapshot(entry)
+                        self.catalog.rollouts(entry)
+        finally:
+            self.is_warming = False
+
     def close(self) -> None:
+        self._is_closed = True
         self.jobs.close()
         self.rollouts.close()
 
@@ -55,7 +75,7 @@ class Site:
     def ref(self, request: Request) -> tuple[Entry, RolloutRef]:
         entry = self.entry(request)
         try:
-            return entry, find_rollout(entry, request.path_params["key"])
+            return entry, self.catalog.find_rollout(entry, request.path_params["key"])
         except RolloutDataError as error:
             raise Missing(str(error)) from error
 
@@ -66,7 +86,7 @@ class Site:
 
     def neighbours(self, entry: Entry, ref: RolloutRef) -> tuple[str | None, str | None]:
         """The keys of the rollouts before and after, of the same kind of data."""
-        keys = [one.key for one in rollouts_of(entry) if one.evaluation == ref.evaluation]
+        keys = [one.key for one in self.catalog.rollouts(entry) if one.evaluation == ref.evaluation]
         place = keys.index(ref.key)
         before = keys[place - 1] if place else None
         return before, keys[place + 1] if place + 1 < len(keys) else None

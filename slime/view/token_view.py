@@ -130,10 +130,11 @@ def pieces(ids: Sequence[int], decode: Decode) -> list[str | None]:
     others have "".
     """
     found: list[str | None] = []
+    text_of = {one: decode([one]) for one in set(ids)}
     place = 0
     while place < len(ids):
         end = place + 1
-        text = decode(list(ids[place:end]))
+        text = text_of[ids[place]]
         while REPLACEMENT in text and end < min(len(ids), place + LONGEST_PIECE):
             longer = decode(list(ids[place : end + 1]))
             end += 1

@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,18 +11,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import pytest
-from support.view_runs import GOLDEN, make_run
+from support.view_runs import GOLDEN, copy_of_golden, make_run
 
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.files import tables
 from slime.files.jsonl import JsonlTail, JsonlWriter
 from slime.harness import top
 from slime.harness.run_state import state_of
-from slime.view import command, jobs
-from slime.view.catalog import Catalog, find_rollout, rollouts_of
+from slime.view import command, jobs, rollout_table
+from slime.view.catalog import Catalog, rollouts_of
 from slime.view.filters import filter_rows
 from slime.view.pictures import picture
-from slime.view.rollout_table import RolloutTable
+from slime.view.rollout_table import NotReady, RolloutTable
 from slime.view.token_view import Decoders, differing_part, pieces, tokens_of
 
 NUM_GPUS = 0
@@ -132,9 +133,10 @@ def test_rows_of_a_large_table_are_read_by_the_groups_that_they_are_in(tmp_path,
 
 
 def test_a_recorded_rollout_joins_its_parts_by_row():
-    entry = Catalog([GOLDEN]).entries()[0]
+    catalog = Catalog([GOLDEN])
+    entry = catalog.entries()[0]
     with ThreadPoolExecutor(1) as pool:
-        table = RolloutTable(find_rollout(entry, "rollout-1"), pool)
+        table = RolloutTable(catalog.find_rollout(entry, "rollout-1"), pool)
     read = {
         name: tables.read_table(GOLDEN / "rollout_000001" / f"{name}.parquet")
         for name in ("columns", "schedule", "train")
@@ -147,7 +149,7 @@ def test_a_recorded_rollout_joins_its_parts_by_row():
     gap = np.abs(np.array(train["log_probs"]) - np.array(train["rollout_log_probs"]))[mask].mean()
     assert table.column("gap")[7] == pytest.approx(gap, abs=1e-6)
     with pytest.raises(RolloutDataError, match="rollout 0 to rollout 2"):
-        find_rollout(entry, "rollout-9")
+        catalog.find_rollout(entry, "rollout-9")
 
 
 def test_slugs_stay_apart_and_name_one_folder(tmp_path):
@@ -283,6 +285,37 @@ def test_a_picture_places_curves_marks_and_values_that_are_not_finite():
     assert found.marks[0][0] == pytest.approx(found.lines[0] and 54 + (420 - 54 - 8) / 3, abs=0.1)
     empty = picture({**chart, "series": [{**series[1], "bad": []}], "marks": []})
     assert empty.lines[0].path == ""
+
+
+@pytest.mark.parametrize("damaged", ["", "samples", "train"])
+def test_a_large_rollout_is_shown_while_its_hashes_are_compared(tmp_path, monkeypatch, damaged):
+    monkeypatch.setattr(rollout_table, "SMALL_PART", 0)
+    root = copy_of_golden(tmp_path / "rec")
+    if damaged:  # a page that nobody asks for at first
+        path = root / "rollout_000001" / f"{damaged}.parquet"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    catalog = Catalog([root])
+    ref = catalog.find_rollout(catalog.entries()[0], "rollout-1")
+    with ThreadPoolExecutor(1) as pool:
+        gate = threading.Event()
+        pool.submit(gate.wait, 30)
+        table = RolloutTable(ref, pool)
+        assert table.is_preparing and not table.has_token_statistics()
+        assert "being compared with their hashes" in table.problems[-1]
+        with pytest.raises(NotReady, match="being computed"):
+            table.column("gap")
+        with pytest.raises(NotReady, match="being read"):
+            table.search("tool")
+        assert table.excerpts([0], "response") or damaged == "samples"
+        gate.set()
+    assert not table.is_preparing
+    found = [one for one in table.problems if f"{damaged}.parquet is damaged" in one]
+    assert bool(found) == bool(damaged)
+    if not damaged:
+        assert table.problems == [] and table.search("tool").sum() == 4
+        assert np.isfinite(table.column("gap")).any()
 
 
 if __name__ == "__main__":
