@@ -4,6 +4,7 @@ outside of these folders is ever opened.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import os
@@ -19,6 +20,7 @@ import yaml
 from slime.exceptions import ConfigError, RolloutDataError
 from slime.recording import manifest
 from slime.recording.reader import is_recording
+from slime.view.foreign import foreign_files
 
 RUN, RECORDING, FILES = "run", "recording", "files"
 RUN_FILES = ("metrics.jsonl", "progress.jsonl", "gate.jsonl", "config.yaml")
@@ -51,7 +53,9 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRef:
-    """Samples of one rollout or evaluation. kind: "recorded", "snapshot" (of the gate) or "dump"."""
+    """Samples of one rollout or evaluation. kind: "recorded", "snapshot" (of the gate), "dump", or
+    "foreign": a file of another framework, or of another shape.
+    """
 
     key: str
     number: int
@@ -61,6 +65,8 @@ class RolloutRef:
 
     @property
     def title(self) -> str:
+        if self.kind == "foreign":
+            return f"{self.path.name}"
         return f"{'evaluation' if self.evaluation else 'rollout'} {self.number}"
 
 
@@ -223,6 +229,8 @@ def rollouts_of(entry: Entry) -> list[RolloutRef]:
     recorded, of the others the gate's snapshots and the dumps.
     """
     found: dict[str, RolloutRef] = {}
+    if entry.kind == FILES:
+        return _foreign(entry)
     for path in _dumps(entry.path):
         match = _DUMP.fullmatch(path.name)
         if match:
@@ -236,6 +244,21 @@ def rollouts_of(entry: Entry) -> list[RolloutRef]:
                 folder = manifest.rollout_folder(entry.recording, number, evaluation=evaluation)
                 _add(found, RolloutRef("", number, evaluation, "recorded", folder))
     return sorted(found.values(), key=lambda one: (one.number, not one.evaluation))
+
+
+def _foreign(entry: Entry) -> list[RolloutRef]:
+    """The files of samples in a folder without a run, by their step where the name has one."""
+    files = foreign_files(entry.path)
+    counts = collections.Counter((step, evaluation) for step, evaluation, _ in files)
+    found = []
+    for place, (step, evaluation, path) in enumerate(files):
+        if step is not None and counts[step, evaluation] == 1:
+            key = f"{'eval' if evaluation else 'rollout'}-{step}"
+        else:
+            key = f"file-{place}"
+        number = place if step is None else step
+        found.append(RolloutRef(key, number, evaluation, "foreign", path))
+    return sorted(found, key=lambda one: (one.number, not one.evaluation, one.path))
 
 
 def _add(found: dict[str, RolloutRef], ref: RolloutRef) -> None:

@@ -139,7 +139,10 @@ def run_page(site: Site, request: Request) -> Response:
     """One run: state, problems, metrics, its rollouts."""
     entry = site.entry(request)
     if entry.kind == FILES:
-        return site.page(request, "files.jinja", title=entry.name, entry=entry, tab="overview")
+        refs = site.catalog.rollouts(entry)
+        return site.page(
+            request, "files.jinja", title=entry.name, entry=entry, tab="overview", refs=refs
+        )
     run = site.snapshot(entry)
     refs = site.catalog.rollouts(entry)[::-1]
     page = pager(request, len(refs))

@@ -21,6 +21,7 @@ from slime.files.rollout_dump import read_rollout_dump
 from slime.files.sample_table import sample_table
 from slime.recording import manifest
 from slime.view.catalog import RolloutRef
+from slime.view.foreign import foreign_table
 
 if TYPE_CHECKING:
     import pyarrow
@@ -83,6 +84,10 @@ class RolloutTable:
 
     def _open(self, background: ThreadPoolExecutor) -> None:
         ref = self.ref
+        if ref.kind == "foreign":
+            self._dump, notes = foreign_table(ref.path)
+            self.notes += notes
+            return
         if ref.kind == "dump" and ref.path.suffix != ".parquet":
             if ref.path.stat().st_size > LARGEST_DUMP:
                 raise RolloutDataError(f"{ref.path} has more than {LARGEST_DUMP:,} bytes.")
@@ -286,9 +291,9 @@ class RolloutTable:
             "index": numbers("index"),
             "group": numbers("group_index"),
             "reward": np.array([_reward(one) for one in plain.get("reward") or [None] * count]),
-            "normalized": self._by_position(
-                "columns" if "columns" in self._readers else "train", "rewards"
-            ),
+            "normalized": self._own_numbers("normalized")
+            if "normalized" in self._names("samples")
+            else self._by_position("columns" if "columns" in self._readers else "train", "rewards"),
             "length": numbers("response_length"),
         }
         of = "schedule" if "schedule" in self._readers else "train"
@@ -309,9 +314,16 @@ class RolloutTable:
             columns[name] = np.array(filled, dtype=object)
         return columns
 
+    def _own_numbers(self, name: str) -> np.ndarray:
+        """A column of numbers of the samples themselves."""
+        values = self._read("samples", [name])[name].to_pylist()
+        return np.array([np.nan if one is None else float(one) for one in values])
+
     def _verdicts(self, rank_N: np.ndarray) -> list[str]:
         plain, found = self._plain, []
         split = "schedule" in self._readers or "train" in self._readers
+        if self.ref.kind == "foreign":
+            return [""] * self.num_rows
         nothing = [None] * self.num_rows
         valid, reasons, dropped, before = (
             plain.get(name) or nothing for name in ("valid", "reason", "dropped", "dropped_by")
@@ -367,7 +379,7 @@ class RolloutTable:
             shown = [
                 name
                 for name, values in self._columns.items()
-                if name in ("row", "index", "group", "verdict", "length")
+                if name in ("row", "index", "group", "length")
                 or (
                     any(map(bool, values.tolist()))
                     if values.dtype == object
@@ -467,6 +479,9 @@ class RolloutTable:
 
     def trained(self, row: int) -> dict[str, Any]:
         """Every field that training had of a row; {} of one that did not train."""
+        if self.ref.kind == "foreign":
+            values = self._rows("samples", [row], ["trainer_log_probs"]).get("trainer_log_probs")
+            return {} if not values or values[0] is None else {"log_probs": values[0]}
         place = int(self.position_of_row[row])
         if place < 0 or "train" not in self._readers:
             return {}
@@ -554,51 +569,3 @@ def _short_json(text: str | None) -> str:
     if value is None:
         return ""
     return (value if isinstance(value, str) else json.dumps(value, default=str))[:EXCERPT]
-
-
-class RolloutLibrary:
-    """The rollouts that were looked at last; the oldest are closed."""
-
-    MOST = 4
-    MOST_BYTES = 400 << 20
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[tuple[Any, ...], RolloutTable] = {}
-        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hashes")
-
-    def get(self, ref: RolloutRef) -> RolloutTable:
-        """The table of a rollout. `RolloutDataError` where it has none."""
-        key = (ref, _changed_at(ref))
-        with self._lock:
-            found = self._open.pop(key, None)
-            if found is None:
-                found = RolloutTable(ref, self._background)
-            self._open[key] = found
-            self._evict()
-            return found
-
-    def _evict(self) -> None:
-        for key in list(self._open)[:-1]:
-            total = sum(one.num_bytes for one in self._open.values())
-            if len(self._open) <= self.MOST and total <= self.MOST_BYTES:
-                return
-            self._open.pop(key).is_wanted = False  # closed by whoever uses it last
-
-    def close(self) -> None:
-        self._background.shutdown(wait=False, cancel_futures=True)
-
-
-def _changed_at(ref: RolloutRef) -> tuple[int, ...]:
-    paths = (
-        [manifest.manifest_path(ref.path, writer) for writer in manifest.WRITERS]
-        if ref.kind == "recorded"
-        else [ref.path]
-    )
-    found = []
-    for path in paths:
-        try:
-            found.append(path.stat().st_mtime_ns)
-        except OSError:
-            found.append(0)
-    return tuple(found)

@@ -16,7 +16,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from slime.exceptions import ConfigError, RolloutDataError, SlimeError
 from slime.view.catalog import FILES, Catalog, Entry, RolloutRef
 from slime.view.jobs import Jobs
-from slime.view.rollout_table import RolloutLibrary, RolloutTable
+from slime.view.rollout_library import RolloutLibrary
+from slime.view.rollout_table import RolloutTable
 from slime.view.run_data import RunLibrary, Snapshot
 from slime.view.templating import environment
 from slime.view.token_view import Decoders

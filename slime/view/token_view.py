@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import threading
@@ -34,7 +35,8 @@ Decode = Callable[[list[int]], str]
 @dataclasses.dataclass(frozen=True)
 class Tokens:
     """A window of a sample's response. columns: by name a list per token, None where there is no
-    number. notes: what does not fit together.
+    number. turns: (tokens, whether they are trained) of each stretch of the response with one loss
+    mask. notes: what does not fit together.
     """
 
     first: int
@@ -46,6 +48,7 @@ class Tokens:
     columns: dict[str, list[float | str | None]]
     decoded: str | None
     prompt_decoded: str | None
+    turns: list[tuple[int, bool]]
     notes: list[str]
 
 
@@ -104,8 +107,14 @@ def tokens_of(
         columns={n: [_plain(one) for one in v] for n, v in columns.items() if v is not None},
         decoded=None if decode is None else decode(response),
         prompt_decoded=None if decode is None else decode(ids[:num_prompt]),
+        turns=_turns(trained.get("loss_masks") or sample.get("loss_mask") or []),
         notes=notes,
     )
+
+
+def _turns(mask: Sequence[Any]) -> list[tuple[int, bool]]:
+    runs = ((bool(is_trained), len(list(own))) for is_trained, own in itertools.groupby(mask, bool))
+    return [(count, is_trained) for is_trained, count in runs]
 
 
 def _ids(values: Any) -> list[int]:

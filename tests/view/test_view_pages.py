@@ -451,5 +451,30 @@ def test_an_error_of_a_command_is_shown(tmp_path, real_jobs):
     assert client.get("/run/void").status_code == 200
 
 
+def test_samples_of_other_frameworks_are_shown(tmp_path):
+    folder = tmp_path / "verl"
+    folder.mkdir()
+    rows = [
+        {
+            "input": f"question {i // 2}",
+            "output": HOSTILE[i],
+            "score": float(i),
+            "step": 3,
+            "gts": "a",
+        }
+        for i in range(4)
+    ]
+    (folder / "3.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "4.jsonl").write_text("{")
+    client = client_of(folder)
+    overview = client.get("/run/verl").text
+    assert "/run/verl/rollout/rollout-3" in overview
+    page = client.get("/run/verl/rollout/rollout-3?sort=reward&dir=desc").text
+    assert re.findall(r"/sample/(\d)", page)[0] == "3" and "&lt;script&gt;" in page
+    assert client.get("/run/verl/rollout/rollout-3?view=groups").text.count("/group/") == 2
+    for row in range(4):
+        assert client.get(f"/run/verl/rollout/rollout-3/sample/{row}").status_code == 200
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))

@@ -21,7 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -35,6 +37,10 @@ from slime.recording import manifest
 FIRST_S, CLICK_S, MEMORY_GIB = 1.0, 0.3, 1.0
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the answer is seven because we add both numbers and carry one <b>so</b> it follows".split()
+# columns of the samples part that are empty
+NOTHING = (
+    "reason", "detail", "dropped_by", "engine_text", "keep_mask", "changes", "kinds", "rest",
+)  # fmt: skip
 CLOCK = os.sysconf("SC_CLK_TCK")
 
 
@@ -94,54 +100,24 @@ def write_rollout(folder: Path, number: int, *, count: int, length: int) -> None
     """The parts of a rollout of `count` samples with `length` response tokens, in groups of 8."""
     draw = np.random.default_rng(number)
     lengths = np.full(count, length)
-    total = count * length
+    total, rows = count * length, np.arange(count)
 
     def per_token(values: np.ndarray) -> pyarrow.Array:
         return tables.list_column(values, lengths)
 
-    ids = draw.integers(4, 47, total).astype(np.int32)
-    engine = -draw.exponential(1.0, total)
-    texts = [" ".join(draw.choice(WORDS, max(1, length * 3 // 4))) for _ in range(min(count, 64))]
-    nothing, text = pyarrow.nulls(count, pyarrow.large_string()), pyarrow.large_string()
-    rows = np.arange(count)
     reward = draw.integers(0, 2, count)
-
-    def texts_of(values: list[str]) -> pyarrow.Array:
-        return pyarrow.array(values, text)
-
-    samples = pyarrow.table(
-        {
-            "raw_row": rows,
-            "valid": np.ones(count, dtype=bool),
-            "reason": nothing,
-            "detail": nothing,
-            "dropped": np.zeros(count, dtype=bool),
-            "dropped_by": nothing,
-            "engine_text": nothing,
-            "keep_mask": nothing,
-            "changes": nothing,
-            "index": rows,
-            "group_index": rows // 8,
-            "rollout_id": pyarrow.nulls(count, pyarrow.int64()),
-            "response_length": lengths,
-            "prompt": texts_of([f"question {i // 8}: {texts[i // 8 % 64][:400]}" for i in rows]),
-            "response": texts_of([f"{texts[i % len(texts)]} {i}" for i in rows]),
-            "finish_reason": texts_of(["stop"] * count),
-            "status": texts_of(["completed"] * count),
-            "label": texts_of([f'"{i // 8}"' for i in rows]),
-            "reward": texts_of([f"{value}.0" for value in reward]),
-            "metadata": texts_of(["{}"] * count),
-            "weight_versions": texts_of(['["7"]'] * count),
-            "kinds": nothing,
-            "rest": nothing,
-            "tokens": per_token(ids),
-            "loss_mask": per_token(np.ones(total, dtype=np.int32)),
-            "rollout_log_probs": per_token(engine),
-        }
-    )
+    engine = -draw.exponential(1.0, total)
+    ids = per_token(draw.integers(4, 47, total).astype(np.int32))
+    mask = per_token(np.ones(total, dtype=np.uint8))
+    advantages = per_token(np.repeat(reward - 0.5, length).astype(np.float32))
+    samples = {
+        **facts_of(reward, lengths, draw),
+        "tokens": ids,
+        "loss_mask": per_token(np.ones(total, dtype=np.int32)),
+        "rollout_log_probs": per_token(engine),
+    }
     places = {
         "position": rows,
-        "raw_row": rows,
         "dp_rank": (rows % 8).astype(np.int32),
         "step": (rows * 4 // count).astype(np.int32),
         "micro_batch": (rows // 128).astype(np.int32),
@@ -152,34 +128,64 @@ def write_rollout(folder: Path, number: int, *, count: int, length: int) -> None
         "sample_index": rows,
         "rewards": (reward - 0.5).astype(np.float32),
         "total_lengths": lengths,
-        "tokens": per_token(ids),
-        "loss_masks": per_token(np.ones(total, dtype=np.uint8)),
+        "tokens": ids,
+        "loss_masks": mask,
     }
     trained = {
-        **{name: values for name, values in places.items() if name != "raw_row"},
+        **places,
         "log_probs": per_token((engine + draw.normal(0, 0.01, total)).astype(np.float32)),
         "rollout_log_probs": per_token(engine.astype(np.float32)),
-        "advantages": per_token(np.repeat(reward - 0.5, length).astype(np.float32)),
-        "loss_masks": per_token(np.ones(total, dtype=np.uint8)),
-        "returns": per_token(np.repeat(reward - 0.5, length).astype(np.float32)),
-        "tokens": per_token(ids),
+        "advantages": advantages,
+        "loss_masks": mask,
+        "returns": advantages,
+        "tokens": ids,
     }
-    parts = {
-        manifest.ROLLOUT: {
-            "samples": samples,
-            "columns": pyarrow.table(columns),
-            "schedule": pyarrow.table(places),
-        },
-        manifest.TRAIN: {"train": pyarrow.table(trained)},
+    own = {"samples": samples, "columns": columns, "schedule": {**places, "raw_row": rows}}
+    write_parts(folder, manifest.Manifest(number, manifest.ROLLOUT, run=0), own)
+    write_parts(folder, manifest.Manifest(number, manifest.TRAIN, run=0), {"train": trained})
+
+
+def facts_of(reward: np.ndarray, lengths: np.ndarray, draw: np.random.Generator) -> dict[str, Any]:
+    """The columns of the samples part that hold one value per sample."""
+    count = len(reward)
+    rows = np.arange(count)
+    texts = [" ".join(draw.choice(WORDS, max(1, int(lengths[0]) * 3 // 4))) for _ in range(64)]
+    nothing, text = pyarrow.nulls(count, pyarrow.large_string()), pyarrow.large_string()
+
+    def texts_of(values: list[str]) -> pyarrow.Array:
+        return pyarrow.array(values, text)
+
+    return {
+        "raw_row": rows,
+        "valid": np.ones(count, dtype=bool),
+        "dropped": np.zeros(count, dtype=bool),
+        **dict.fromkeys(NOTHING, nothing),
+        "index": rows,
+        "group_index": rows // 8,
+        "rollout_id": pyarrow.nulls(count, pyarrow.int64()),
+        "response_length": lengths,
+        "prompt": texts_of([f"question {i // 8}: {texts[i // 8 % 64][:400]}" for i in rows]),
+        "response": texts_of([f"{texts[i % 64]} {i}" for i in rows]),
+        "finish_reason": texts_of(["stop"] * count),
+        "status": texts_of(["completed"] * count),
+        "label": texts_of([f'"{i // 8}"' for i in rows]),
+        "reward": texts_of([f"{value}.0" for value in reward]),
+        "metadata": texts_of(["{}"] * count),
+        "weight_versions": texts_of(['["7"]'] * count),
     }
-    for writer, own in parts.items():
-        listed = manifest.Manifest(number, writer, run=0, facts={"complete": True})
-        for name, table in own.items():
-            path = folder / f"{name}.parquet"
-            tables.write_table_to(path, table)
-            size, found = path.stat().st_size, manifest.file_hash(path)
-            listed.parts[name] = manifest.Part(name, path.name, size, found, 1, count)
-        manifest.write_manifest(folder, listed)
+
+
+def write_parts(
+    folder: Path, listed: manifest.Manifest, parts: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Writes the parts and their manifest."""
+    listed.facts["complete"] = True
+    for name, columns in parts.items():
+        table, path = pyarrow.table(dict(columns)), folder / f"{name}.parquet"
+        tables.write_table_to(path, table)
+        size, found = path.stat().st_size, manifest.file_hash(path)
+        listed.parts[name] = manifest.Part(name, path.name, size, found, 1, len(table))
+    manifest.write_manifest(folder, listed)
 
 
 # --- the viewer -----------------------------------------------------------------------------------
