@@ -1,7 +1,7 @@
 """Kills processes of real runs at random moments, resumes the runs, and asks `slime ledger` whether a
 sample was lost or trained twice.
 
-    python tools/kill_runs.py [--minutes 5] [--seed 0] [--folder DIR] [--loops local sync async partial]
+    python tools/kill_runs.py [--minutes 5] [--seed 0] [--folder DIR] [--loops local sync heal ...]
 
 Each run trains the addition example's tiny model for a few rollouts. Again and again one of its
 processes - the driver, or any that the watch lists - is ended with SIGKILL at a random moment
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -50,18 +49,20 @@ FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 class Loop:
     """How a run is started. is_exact: equal options give equal weights, also over restarts. Groups
     that come first are taken before others (over-sampling), and rollouts that are in flight beside
-    the training, are not made again with the same weights.
+    the training, are not made again with the same weights. heals: it survives most losses.
     """
 
     options: tuple[str, ...] = ()
     asynchronous: bool = False
     is_exact: bool = False
+    heals: bool = False
 
 
 LOOPS = {
     "local": Loop(("--local",), is_exact=True),
     "partial": Loop(("--local", "--over-sampling-batch-size", "12", "--partial-rollout")),
     "sync": Loop(is_exact=True),
+    "heal": Loop(("--use-fault-tolerance", "--recovery-interval", "1"), is_exact=True, heals=True),
     "over": Loop(("--over-sampling-batch-size", "12")),
     "async": Loop(asynchronous=True),
     "fully": Loop(("--rollout-function-path", FULLY_ASYNC), asynchronous=True),
@@ -104,33 +105,50 @@ def num_entries(save: Path) -> int:
         return 0
 
 
-def one_start(
-    words: list[str], run: Path, kill: tuple[int, float] | None, rng: random.Random
-) -> tuple[int, str | None]:
-    """(exit status, who was killed in which phase) of one start. kill: after so many more rollouts
-    (0: while it starts) and so many seconds.
+def one_start(words: list[str], run: Path, rng: random.Random, *, kills: int, tally: Tally) -> int:
+    """The exit status of one start, in which up to `kills` processes are killed one after the
+    other: while it starts, or after some more rollouts, at a random moment. More than one only
+    where the run goes on.
     """
-    save = run / "ckpt"
-    before = num_entries(save)
     process = small_run.launch(words, run)
-    said = None
-    deadline = time.monotonic() + PATIENCE_S
-    if kill is not None:
-        while num_entries(save) < before + kill[0] and process.poll() is None:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"no rollout within {PATIENCE_S} s in {run}")
-            time.sleep(0.01)
-        time.sleep(kill[1])
-        if process.poll() is None:
-            roles = {DRIVER: process.pid, **processes_below(process.pid)}
-            role = rng.choice(sorted(roles))
-            phase = phase_of(save) if kill[0] else "start"
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(roles[role], signal.SIGKILL)
-                said = f"{role}: {phase}"
+    killed = 0
+    while killed < kills and process.poll() is None:
+        after = rng.choice((0, 1, 1, 2)) if killed == 0 else 1
+        if not wait_for_entries(process, run / "ckpt", after):
+            break
+        time.sleep(rng.random() ** 2 * LONGEST_S * (1 if after else 2))
+        phase = phase_of(run / "ckpt") if after else "start"
+        if process.poll() is None and (role := kill_one(process.pid, rng)) is not None:
+            killed += 1
+            tally.kills += 1
+            tally.phases[f"{role}: {phase}"] += 1
     output, _ = process.communicate(timeout=PATIENCE_S)
     (run / "output.txt").write_text(output)
-    return process.returncode, said
+    return process.returncode
+
+
+def wait_for_entries(process: subprocess.Popen, save: Path, count: int) -> bool:
+    """Whether the ledger gets so many more entries while the process lives."""
+    before, deadline = num_entries(save), time.monotonic() + PATIENCE_S
+    while num_entries(save) < before + count:
+        if process.poll() is not None:
+            return False
+        if time.monotonic() > deadline:
+            process.kill()
+            raise SystemExit(f"no rollout within {PATIENCE_S} s: {save.parent}")
+        time.sleep(0.01)
+    return True
+
+
+def kill_one(driver: int, rng: random.Random) -> str | None:
+    """Ends a process of the run with SIGKILL; its role, None where it had ended by itself."""
+    roles = {DRIVER: driver, **processes_below(driver)}
+    role = rng.choice(sorted(roles))
+    try:
+        os.kill(roles[role], signal.SIGKILL)
+    except ProcessLookupError:
+        return None
+    return role
 
 
 def weights_of(run: Path) -> str:
@@ -156,7 +174,8 @@ def undisturbed(loop: Loop, data: Path, run: Path) -> str | None:
     if not loop.is_exact:
         return None
     run.mkdir(parents=True)
-    status, _ = one_start(command_of(loop, data, run), run, None, random.Random(0))
+    words = command_of(loop, data, run)
+    status = one_start(words, run, random.Random(0), kills=0, tally=Tally())
     if status:
         raise SystemExit(f"{run} ended with status {status} without a kill")
     return weights_of(run)
@@ -168,15 +187,14 @@ def kill_and_resume(
     """One run with some kills, to its end, and its proof."""
     run.mkdir(parents=True)
     words = command_of(LOOPS[name], data, run)
-    for _ in range(KILLS):
-        after = rng.choice((0, 1, 1, 2))
-        longest_s = 2 * LONGEST_S if after == 0 else LONGEST_S
-        status, said = one_start(words, run, (after, rng.random() ** 2 * longest_s), rng)
-        if said is None:
-            break
-        tally.kills += 1
-        tally.phases[f"{name}: {said}"] += 1
-    status, _ = one_start(words, run, None, rng)
+    begun_with = tally.kills
+    while (left_to_kill := KILLS - (tally.kills - begun_with)) > 0:
+        kills = left_to_kill if LOOPS[name].heals else 1
+        before = tally.kills
+        status = one_start(words, run, rng, kills=kills, tally=tally)
+        if tally.kills == before or status == 0:
+            break  # it has finished
+    status = one_start(words, run, rng, kills=0, tally=tally)
     proof = prove(run)
     tally.add(proof.found)
     if status or proof.found.culprits or proof.found.rollouts != ROLLOUTS:
@@ -215,6 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     parser.add_argument("--loops", nargs="+", choices=sorted(LOOPS), default=sorted(LOOPS))
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
     rng, tally = random.Random(options.seed), Tally()
     end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as temporary:

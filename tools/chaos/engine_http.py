@@ -27,6 +27,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -442,6 +443,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=(), help="default: all")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
     from slime.testing.tiny_models import make_tiny_checkpoint
 
     with (

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -280,6 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--loops", nargs="+", choices=sorted(LOOPS), default=list(LOOPS))
     parser.add_argument("--folder", type=Path, help="keep the runs here")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
     from examples.addition.prepare import prepare
 
     started = time.monotonic()

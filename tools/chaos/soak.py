@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -164,6 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--loop", choices=sorted(LOOPS), default="sync")
     parser.add_argument("--out", type=Path, help="samples as JSON lines")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
     from examples.addition.prepare import prepare
 
     module, without = LOOPS[options.loop]
