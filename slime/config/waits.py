@@ -444,6 +444,7 @@ WAITS = (
             "supervision/records.py::end_by_force",
             "ray/healing.py::RunHealer._require_loss",
             "ray/healing.py::RunHealer._ask_manager",
+            "ray/healing.py::RunHealer._replace_manager",
             "ray/manager_seat.py::ManagerSeat.replace",
         ),
         "the run ends",

@@ -36,6 +36,8 @@ from slime.supervision.heart import ROLLOUT_MANAGER
 from slime.supervision.records import end_by_force
 from slime.supervision.watch import Healer, Loss
 
+# The manager is of no use without them, and they end with it: whichever is heard of first.
+WITH_MANAGER = (ROLLOUT_MANAGER, ROUTER, LOCK_OF_UPDATES)
 # So many losses in one rollout end the run.
 MAX_LOSSES = 3
 # Ranks that end because of the first do so within this time.
@@ -160,6 +162,7 @@ class RunHealer(NoHealing):
         # what a heal that was interrupted by a further loss has left to do
         self._is_torn = False  # ranks have done a part of something
         self._owes_manager = self._owes_weights = False
+        self._ends_manager = False
         self._has_given_up = False
 
     @staticmethod
@@ -168,18 +171,19 @@ class RunHealer(NoHealing):
         if not args.recovery_interval or args.debug_rollout_only:
             return NoHealing()
         healer = RunHealer(args, watch.run_folder)
-        for kind in ("actor rank", "critic rank", ROLLOUT_MANAGER):
+        for kind in ("actor rank", "critic rank", *WITH_MANAGER):
             watch.subscribe(kind, healer.lose)
-        for kind in ("engine", ROUTER, LOCK_OF_UPDATES):
-            watch.subscribe(kind, healer.unless_with_manager())
+        watch.subscribe("engine", healer.unless_with_manager())
         return healer
 
     # --- what the watch tells ---------------------------------------------------------------------
 
     def lose(self, loss: Loss) -> bool:
         """A rank or the manager is dead. Called in the watch's thread; whoever waits heals."""
-        if self._has_given_up or (loss.role == ROLLOUT_MANAGER and self._on_manager is None):
+        if self._has_given_up or (loss.role in WITH_MANAGER and self._on_manager is None):
             return False
+        if self._ends_manager and loss.role in WITH_MANAGER:
+            return True  # one of those that are being ended
         self._losses.append(loss)
         self._is_lost.set()
         return True
@@ -189,7 +193,7 @@ class RunHealer(NoHealing):
         return lambda loss: self._has_lost_manager() or self._owes_manager or otherwise(loss)
 
     def _has_lost_manager(self) -> bool:
-        return any(loss.role == ROLLOUT_MANAGER for loss in self._losses)
+        return any(loss.role in WITH_MANAGER for loss in self._losses)
 
     # --- what the loops ask -----------------------------------------------------------------------
 
@@ -361,7 +365,7 @@ class RunHealer(NoHealing):
 
     def _count_loss(self) -> None:
         """SlimeError where this rollout has lost too many."""
-        first = min(self._losses, key=lambda loss: loss.role != ROLLOUT_MANAGER)
+        first = min(self._losses, key=lambda loss: loss.role not in WITH_MANAGER)
         self._num_losses += 1
         number = self._rollout_id
         since = "the start" if number is None else f"the training of rollout {number} began"
@@ -385,7 +389,8 @@ class RunHealer(NoHealing):
         self._count_loss()
         if self._has_lost_manager():
             self._owes_manager = self._owes_weights = True
-        has_lost_rank = any(loss.role != ROLLOUT_MANAGER for loss in self._losses)
+            self._ends_manager = True
+        has_lost_rank = any(loss.role not in WITH_MANAGER for loss in self._losses)
         with contextlib.suppress(Exception):  # they may have written all of it before
             self._settle()
         # new engines get what those before had: have the ranks trained since?
@@ -411,6 +416,10 @@ class RunHealer(NoHealing):
 
     def _replace_manager(self) -> None:
         assert self._seat is not None and self._on_manager is not None
+        self._ends_manager = True
+        self._seat.end()
+        time.sleep(SETTLE_S)
+        self._ends_manager = False
         self._on_manager(*self._seat.replace())
         self._owes_manager = False
 

@@ -120,16 +120,19 @@ class ManagerSeat:
         self.last_rollout = max(self.last_rollout, pending.rollout_id)
         return shards
 
-    def replace(self) -> tuple[str, int]:
-        """A new process in place of one that has ended, with its engines, and the state after the
-        last rollout that was handed out. Returns (the name of its start in the ledger, its first
-        rollout).
-        """
+    def end(self) -> None:
+        """Ends the manager's process, where it has not ended, and those that end with it."""
         engines = [f"engine {rank}" for rank in range(get_rollout_num_engines(self._args))]
         left = end_by_force([ROLLOUT_MANAGER, LOCK_OF_UPDATES, ROUTER, GRADER, *engines])
         if left:
             raise SlimeError(f"the processes {left} of the rollout manager do not end")
         actors.kill(self.handle)
+
+    def replace(self) -> tuple[str, int]:
+        """A new process in place of one that has ended, with its engines, and the state after the
+        last rollout that was handed out. Returns (the name of its start in the ledger, its first
+        rollout).
+        """
         waiting = [pending.shards for pending in self._pending.values()]
         concurrent.futures.wait(waiting, timeout=TAKEN_S)
         there = [number for number, pending in self._pending.items() if pending.is_there]

@@ -424,6 +424,21 @@ def test_ranks_that_ended_while_engines_generate_bring_weights_to_new_engines(he
     assert generated[2] == (2, ["update", 0, "update", 1, "update"])
 
 
+@pytest.mark.parametrize("role", ["the router", "the lock of weight updates"])
+def test_what_the_manager_needs_is_replaced_with_it(healer, role):
+    """A node that goes takes them in any order: the lock may be heard of before the manager, which is
+    heard of while it is replaced and counts once."""
+    policy, log = Ranks("actor", []), []
+    tended = healer(1, policy, log=log)
+    end = tended.seat.end
+    tended.seat.end = lambda: (tended.lose(Loss(ROLLOUT_MANAGER, 8, "")), end())
+    tended.lose(Loss(role, 9, ""))
+    loop(tended, policy)
+    assert policy.state == DONE and Manager.living.weights == DONE
+    assert sum(line.startswith("manager go_on") for line in log) == 1
+    assert tended.metrics()["rollout/manager_restarts"] == 1
+
+
 def test_what_ends_with_the_manager_is_no_loss_of_its_own(healer):
     """Its engines, the router and the lock end with it; an engine that dies by itself is."""
     tended, engine = healer(1, Ranks("actor", [])), Loss("engine 0", 9, "")

@@ -38,7 +38,9 @@ def num_trained(run_dir):
 def wait_until(condition, process, timeout_s=90):
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=30)  # fmt: skip
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.terminate()
+            raise AssertionError(process.communicate(timeout=30)[0][-6000:])
         time.sleep(0.1)
 
 
