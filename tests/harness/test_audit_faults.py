@@ -432,5 +432,222 @@ def test_a_planted_fault_is_named(name, plant, shape, tmp_path):
         assert any(place.where == "step 1" for place in found.evidence)
 
 
+# --- what may be claimed: a fault, and the sound file that looks like it --------------------------
+
+
+def audit_train_alone(folder, samples):
+    files.write_slime_train(folder, 0, samples)
+    return audit(folder)
+
+
+def reindexed(first, gap):
+    """Sound samples whose indices begin at `first`, with `gap` left out between groups."""
+    samples = files.samples_of(0)
+    for i, one in enumerate(samples):
+        one["index"] = first + i + gap * (i // SIZE)
+    return samples
+
+
+@pytest.mark.parametrize(("first", "gap"), [(2, 0), (5, SIZE)])
+def test_raw_rewards_belong_to_the_samples_of_the_rollout(first, gap, tmp_path):
+    """Upstream keeps those of the whole batch on each rank: a filter leaves gaps in the indices."""
+    write_slime(tmp_path, {0: reindexed(first, gap)})
+    assert problems(audit(tmp_path)) == set()
+
+
+def test_a_reward_of_another_sample_is_a_broken_record(tmp_path):
+    """Among samples whose indices have gaps too."""
+    samples = reindexed(5, SIZE)
+    files.write_slime_rollout(tmp_path, 0, samples)
+    right = samples[0]["reward"]
+    files.write_slime_train(tmp_path, 0, [{**samples[0], "reward": 1 - right}, *samples[1:]])
+    (found,) = [one for one in audit(tmp_path).findings if one.name == "broken_record"]
+    (place,) = found.evidence
+    assert place.note.endswith(
+        f"has reward {1 - right:g} under this sample's index, the rollout {right:g}"
+    )
+
+
+def test_without_a_rollout_rewards_are_placed_by_indices_without_gaps_alone(tmp_path):
+    """What is not certain is left out, and nothing is said of it."""
+    sure = audit_train_alone(tmp_path / "sure", reindexed(2, 0))
+    assert [one.name for one in sure.findings] == ["advantage_rule"]
+    unsure = audit_train_alone(tmp_path / "unsure", reindexed(5, SIZE))
+    assert unsure.columns["reward"] == 0 and problems(unsure) == set()
+
+
+def neighbours_on_ranks(samples):
+    values = rewards_in(samples)
+    for rank in range(2):
+        values[rank::2] = files.grpo(values[rank::2])
+    set_advantages(samples, values)
+
+
+def half_size(samples):
+    set_advantages(samples, files.grpo(rewards_in(samples), size=SIZE // 2))
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (half_size, "over 2 rows in a row, which are not the groups"),
+        (wrong_group_size, "over 3 rows in a row, which are not the groups"),
+        (neighbours_on_ranks, "over 4 rows in a row of each of 2 ranks, which are not the groups"),
+        (shifted_rewards, "of other samples' rewards: shifted by -1"),
+    ],
+)
+@pytest.mark.parametrize("scale", [1.0, 1.7])
+def test_a_fault_of_the_normalized_rewards_is_named(plant, said, scale, tmp_path):
+    """A trainer that records what it was given, and whitens it, is told from its rewards too."""
+    samples = files.samples_of(0)
+    plant(samples)
+    for one in samples:
+        one["normalized"] = one["advantage"]
+        one["advantage"] = scale * one["advantage"] + scale - 1
+    write_slime(tmp_path, {0: samples})
+    (found,) = [one for one in audit(tmp_path).findings if one.name == "misattributed_baseline"]
+    assert found.level is Level.ERROR and found.evidence and said in found.sentence
+
+
+def test_normalized_rewards_of_a_penalty_are_no_other_samples(tmp_path):
+    """What a function after the reward changed follows no rule, and is no one else's."""
+    samples = files.samples_of(0)
+    for i, one in enumerate(samples):
+        one["normalized"] = one["advantage"] = one["advantage"] - 0.01 * i
+    write_slime(tmp_path, {0: samples})
+    assert problems(audit(tmp_path)) == {"unknown_advantages"}
+
+
+def twice(samples):
+    """The prompt of the first group comes again, in the second and in the last."""
+    for i in (*range(SIZE, 2 * SIZE), *range(len(samples) - SIZE, len(samples))):
+        for name in ("prompt", "prompt_ids", "label"):
+            samples[i][name] = samples[0][name]
+
+
+@pytest.mark.parametrize("shape", ["trl", "verl", "nemo-batch", "nemo-lines"])
+def test_groups_of_one_prompt_are_told_apart(shape, tmp_path):
+    """Where the file names no group, a prompt that came twice is two groups in a row."""
+    steps = sound_steps()
+    twice(steps[1])
+    assert problems(run(tmp_path, shape, steps)) == set()
+
+
+@pytest.mark.parametrize("shape", ["trl", "nemo-batch"])
+@pytest.mark.parametrize("plant", [half_size, shifted_rewards])
+def test_a_wrong_baseline_is_named_where_prompts_tell_the_groups(plant, shape, tmp_path):
+    """Half of each group is no group, also where no file says so; nor are other samples' rewards."""
+    steps = sound_steps()
+    plant(steps[1])
+    if plant is shifted_rewards:
+        twice(steps[1])
+    assert "misattributed_baseline" in problems(run(tmp_path, shape, steps))
+
+
+def write_nemo_lines(folder, samples, change):
+    """Lines of NeMo-RL with the mask [T] of each sample changed by change(i, mask)."""
+    import json
+
+    path = files.write_nemo(folder, 0, samples, batch=False)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for i, line in enumerate(lines):
+        change(i, line["token_loss_mask"][0])
+    files.write_lines(path, lines)
+    return audit(path)
+
+
+def test_a_mask_that_begins_late_moves_no_sample_to_another_group(tmp_path):
+    """The first response tokens look like the prompt's end; they differ within a group."""
+
+    def late(i, mask):
+        mask[3] = 0
+
+    result = write_nemo_lines(tmp_path, files.samples_of(0), late)
+    assert problems(result) == set() and result.columns["group"] == result.samples
+
+
+def test_a_mask_over_the_prompt_is_named_and_no_baseline_with_it(tmp_path):
+    """Nobody sampled the first token of a sequence."""
+
+    def over_prompt(i, mask):
+        mask[:3] = [1, 1, 1]
+
+    result = write_nemo_lines(tmp_path, files.samples_of(0), over_prompt)
+    assert problems(result) == {"broken_record"}
+
+
+def test_a_row_without_a_trained_token_is_of_its_prompt(tmp_path):
+    """It counts in the baseline of the samples that begin as it does."""
+
+    def masked_out(i, mask):
+        if i in (1, 6):
+            mask[:] = [0] * len(mask)
+
+    result = write_nemo_lines(tmp_path, files.samples_of(0), masked_out)
+    assert problems(result) == {"all_masked"}
+    assert "advantage_rule" in {one.name for one in result.findings}
+
+
+def write_messages(folder, samples):
+    """TRL's completions as it writes conversations."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = files.write_trl(folder, 0, samples)
+    table = pq.read_table(path).to_pydict()
+    table["prompt"] = [
+        [{"role": "system", "content": "Be short."}, {"role": "user", "content": text}]
+        for text in table["prompt"]
+    ]
+    table["completion"] = [[{"role": "assistant", "content": one}] for one in table["completion"]]
+    pq.write_table(pa.table(table), path)
+    return audit(path)
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"), [(empty, "empty_response"), (echoed, "prompt_in_response"), (None, None)]
+)
+def test_messages_are_read_as_their_content(plant, name, tmp_path):
+    """A role before it would make an empty completion text, and hide a prompt that it repeats."""
+    samples = files.samples_of(0)
+    if plant is not None:
+        plant(samples)
+    assert problems(write_messages(tmp_path, samples)) == ({name} if name else set())
+
+
+@pytest.mark.parametrize("taken", [0.0, 1.0])
+def test_a_sample_that_no_reward_function_scored_is_no_other_fault(taken, tmp_path):
+    """TRL takes 0 for it; whatever it was, its group's advantages are compared with nothing."""
+    samples = files.samples_of(0)
+    samples[8]["reward"] = taken
+    renormalize(samples)
+    samples[8]["reward"] = None
+    result = run(tmp_path, "trl", {0: samples})
+    assert problems(result) == {"reward_not_finite"}
+    assert "advantage_rule" in {one.name for one in result.findings}
+
+
+def test_rollout_and_trainer_that_differ_in_what_was_cut_are_named(tmp_path):
+    """The cut response is a finding of its own."""
+    samples = [{**one, "truncated": 0} for one in files.samples_of(0)]
+    write_slime(tmp_path / "sound", {0: samples})
+    assert problems(audit(tmp_path / "sound")) == set()
+    cut(samples)
+    write_slime(tmp_path / "cut", {0: samples})
+    assert problems(audit(tmp_path / "cut")) == {"broken_record", "cut_response"}
+
+
+def test_a_train_dump_of_supervised_training_alone_has_no_constant_reward(tmp_path):
+    """It has raw rewards of 0, and no advantages."""
+    import torch
+
+    audit_train_alone(tmp_path, [{**one, "reward": 0.0} for one in files.samples_of(0)])
+    for path in (tmp_path / "train_data").iterdir():
+        content = torch.load(path)
+        del content["rollout_data"]["advantages"]
+        torch.save(content, path)
+    assert problems(audit(tmp_path)) == set()
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

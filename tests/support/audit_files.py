@@ -134,6 +134,10 @@ def write_slime_train(folder: Path, step: int, samples: list[dict[str, Any]], ra
             "log_probs": tensors("log_probs"),
             "advantages": [torch.full((len(one["ids"]),), one["advantage"]) for one in mine],
         }
+        if "truncated" in samples[0]:
+            data["truncated"] = [one["truncated"] for one in mine]
+        if "normalized" in samples[0]:
+            data["rewards"] = [one["normalized"] for one in mine]
         torch.save(
             {"rollout_id": step, "rank": rank, "rollout_data": data}, path / f"{step}_{rank}.pt"
         )

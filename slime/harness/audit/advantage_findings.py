@@ -95,7 +95,9 @@ class AdvantageFindings:
         elif not size.max() > 1e-9:
             self._flat += 1
         else:
-            self._steps.append(_explain(table, told))
+            explained = _explain(table, told)
+            if explained is not None:
+                self._steps.append(explained)
             self._has_groups |= table.has_groups
 
     def _note_bad(self, table: SampleTable, bad: np.ndarray) -> None:
@@ -196,70 +198,114 @@ class AdvantageFindings:
         yield finding(kind, Level.ERROR, text, evidence, share=share)
 
 
-def _explain(table: SampleTable, told: np.ndarray) -> _Explained:
-    """What explains the advantages of a step."""
-    assert table.advantage_N is not None
+def _explain(table: SampleTable, told: np.ndarray) -> _Explained | None:
+    """What explains the advantages of a step, or what is wrong with them. None where groups or
+    rewards that the file does not have may explain them.
+    """
     result = _Explained(table.where, [], {}, samples=int(told.sum()))
-    advantages = table.advantage_N[told]
-    nearest: tuple[float, str, np.ndarray] | None = None
-    for which, step in _given(table):
-        for prediction in [*group_predictions(step), *batch_predictions(step)]:
-            share, name = _fit(advantages, prediction, told)
-            name += which
-            if share == 1.0:
-                result.scopes.setdefault(name, prediction.scope)
-            elif nearest is None or share > nearest[0]:
-                nearest = (share, name, prediction.values)
-        if result.scopes:
-            # a factor of 1 is nearer than another one, which the group's size may explain too
-            result.rules.extend(sorted(result.scopes, key=lambda one: "times" in one))
+    tables = [table, *_regrouped(table)]
+    known = told & _have_their_group(table)
+    for mask in (told,) if (known == told).all() else (told, known):
+        if any(mask.sum() >= FEWEST and _follow(result, one, mask) for one in tables):
             return result
-    for name, scope in _weighted(table, told):
+    if known.sum() < FEWEST or np.isfinite(table.reward_N).sum() < 2:
+        return None
+    how = _follow_normalized(table, told)
+    if how is not None:  # what is wrong with these is wrong with the advantages
+        tables = [dataclasses.replace(one, advantage_N=one.normalized_N) for one in tables]
+        known &= np.isfinite(table.normalized_N)
+    other = next((found for one in tables if (found := _other_order(one, known)) is not None), None)
+    if how is not None and other is None:
+        name = f"the trainer's normalized rewards{how}, which follow no known estimator from the rewards"
         result.rules.append(name)
-        result.scopes[name] = scope
-    if result.rules:
+        result.scopes[name] = "unknown"
         return result
-    for which, step in _given(table):
-        rules = list(_with_intercept(advantages, step, told))
-        if rules:
-            for name, scope in rules:
-                result.rules.append(name + which)
-                result.scopes[name + which] = scope
-            return result
-    if _follows_normalized(result, table, told):
-        return result
-    assert nearest is not None, "some rule is always tried"
-    _name_fault(result, table, told, nearest)
+    _name_fault(result, tables[0], known, other)
     return result
 
 
-def _follows_normalized(result: _Explained, table: SampleTable, told: np.ndarray) -> bool:
-    """Whether the advantages are the normalized rewards that the trainer was given, as they are or
-    whitened; what these follow from the rewards is then what the step follows.
+def _regrouped(table: SampleTable) -> Iterator[SampleTable]:
+    """The table with blocks of rows as groups, where the file tells groups by their prompt alone: a
+    batch may hold a prompt more than once. Not where every prompt has as many rows in a row: there
+    smaller blocks are a wrong group size.
+    """
+    if table.groups_are_recorded or not table.has_groups:
+        return
+    count = len(table)
+    groups = np.unique(table.group_N)
+    if len(groups) > 1 and _are_blocks(table.group_N, count // len(groups)):
+        return
+    for size in (size for size in range(2, count) if count % size == 0):
+        blocks = np.arange(count) // size
+        if len(np.unique(np.stack([blocks, table.group_N]), axis=1).T) == count // size:
+            yield dataclasses.replace(table, group_N=blocks)
+
+
+def _are_blocks(groups: np.ndarray, size: int) -> bool:
+    """Whether each `size` rows in a row are a group."""
+    return len(groups) % size == 0 and bool(
+        (groups.reshape(-1, size) == groups[::size, None]).all()
+        and len(np.unique(groups[::size])) == len(groups) // size
+    )
+
+
+def _have_their_group(table: SampleTable) -> np.ndarray:
+    """bool [N]: the sample's group is known, with a reward for all that count in its baseline."""
+    missing = table.counts_N & ~np.isfinite(table.reward_N)
+    return (table.group_N != UNKNOWN) & ~np.isin(table.group_N, table.group_N[missing])
+
+
+def _follow(result: _Explained, table: SampleTable, told: np.ndarray) -> bool:
+    """Notes the rules that all advantages that are `told` follow; False where there is none."""
+    assert table.advantage_N is not None
+    advantages = table.advantage_N[told]
+    if _follow_rule(result, table, advantages, told, ""):
+        return True
+    found = list(_weighted(table, told))
+    for which, step in _given(table):
+        if not found:
+            found = [
+                (name + which, scope) for name, scope in _with_intercept(advantages, step, told)
+            ]
+    if found:
+        result.rules.extend(name for name, _ in found)
+        result.scopes.update(found)
+        return True
+    how = _follow_normalized(table, told)
+    if how is None:
+        return False
+    told = told & np.isfinite(table.normalized_N)
+    return _follow_rule(result, table, table.normalized_N[told], told, how)
+
+
+def _follow_rule(
+    result: _Explained, table: SampleTable, values: np.ndarray, told: np.ndarray, how: str
+) -> bool:
+    for which, step in _given(table):
+        for prediction in [*group_predictions(step), *batch_predictions(step)]:
+            share, name = _fit(values, prediction, told)
+            if share == 1.0:
+                result.scopes.setdefault(name + which + how, prediction.scope)
+        if result.scopes:
+            # a factor of 1 is nearer than another one, which the group's size may explain too
+            result.rules.extend(sorted(result.scopes, key=lambda one: "times" in one))
+            return True
+    return False
+
+
+def _follow_normalized(table: SampleTable, told: np.ndarray) -> str | None:
+    """How the advantages follow the normalized rewards that the trainer was given: "" as they are,
+    or the words for whitened. None where they do not.
     """
     assert table.advantage_N is not None
     told = told & np.isfinite(table.normalized_N)
     advantages, given = table.advantage_N[told], table.normalized_N[told]
     if told.sum() < 2 * FEWEST or len(np.unique(given)) < 2:
-        return False
+        return None
     a, b = fitted_line(advantages, given)
     if a <= 0 or not matches(advantages, a * given + b).all():
-        return False
-    how = "" if abs(a - 1) < 1e-2 and abs(b) < 1e-2 else ", whitened over the batch's tokens"
-    for which, step in _given(table):
-        for prediction in [*group_predictions(step), *batch_predictions(step)]:
-            share, name = _fit(given, prediction, told)
-            if share == 1.0:
-                result.scopes.setdefault(name + which + how, prediction.scope)
-        if result.scopes:
-            result.rules.extend(sorted(result.scopes, key=lambda one: "times" in one))
-            return True
-    name = (
-        f"the trainer's normalized rewards{how}, which follow no known estimator from the rewards"
-    )
-    result.rules.append(name)
-    result.scopes[name] = "unknown"
-    return True
+        return None
+    return "" if abs(a - 1) < 1e-2 and abs(b) < 1e-2 else ", whitened over the batch's tokens"
 
 
 def _given(table: SampleTable) -> Iterator[tuple[str, Step]]:
@@ -271,6 +317,10 @@ def _given(table: SampleTable) -> Iterator[tuple[str, Step]]:
         if np.isfinite(values).sum() < 2:
             continue
         yield which, Step(values, groups, table.execution_N, table.counts_N)
+        missing = table.counts_N & ~np.isfinite(values)
+        if missing.any() and not which:  # some take 0 for a reward that is missing
+            filled = np.where(missing, 0.0, values)
+            yield which, Step(filled, groups, table.execution_N, table.counts_N)
         if not table.counts_N.all() and not which:
             yield (
                 " over rejected samples too",
@@ -341,38 +391,42 @@ def _name_fault(
     result: _Explained,
     table: SampleTable,
     told: np.ndarray,
-    nearest: tuple[float, str, np.ndarray],
+    other: tuple[str, np.ndarray] | None,
 ) -> None:
+    """Names what breaks the nearest rule; `other` is what `_other_order` found."""
     assert table.advantage_N is not None
-    share, name, predicted = nearest
-    result.best = f"{name} ({share:.0%} of the samples)"
     advantages = table.advantage_N
+    fits = [
+        (*_fit(advantages[told], prediction, told), which, prediction.values)
+        for which, step in _given(table)
+        for prediction in [*group_predictions(step), *batch_predictions(step)]
+    ]
+    share, name, which, predicted = max(fits, key=lambda one: one[0])
+    result.best = f"{name}{which} ({share:.0%} of the samples)"
     wrong = np.zeros(len(table), dtype=bool)
     scaled = predicted
     if ", times " in name:
         scaled = predicted * fitted_factor(advantages[told], predicted[told])
     wrong[told] = ~matches(advantages[told], scaled[told])
     result.outliers = int(wrong.sum())
-    other = _other_order(table, told)
-    if other is not None and (share < MOSTLY or other[2] == 1.0):
+    if other is not None:
         result.fault, result.detail = "misattributed_baseline", other[0]
-        expected = other[1]
+    elif share >= MOSTLY:
+        result.fault, result.best = "advantage_outliers", name + which
     else:
-        result.fault = "advantage_outliers" if share >= MOSTLY else "unknown_advantages"
-        result.best = name if result.fault == "advantage_outliers" else result.best
-        expected = None
+        result.fault = "unknown_advantages"
     for i in np.flatnonzero(wrong)[:SHOWN_OUTLIERS].tolist():
         note = (
             f"advantage {advantages[i]:.4g}, its group's rewards give {scaled[i]:.4g} "
             f"(reward {table.reward_N[i]:.4g})"
         )
-        if expected is not None:
-            note += f"; the other assignment gives {expected[i]:.4g}"
+        if other is not None:
+            note += f"; the other assignment gives {other[1][i]:.4g}"
         result.evidence.append(evidence_of(table, i, note=note))
 
 
-def _other_order(table: SampleTable, told: np.ndarray) -> tuple[str, np.ndarray, float] | None:
-    """(sentence, advantages [N], share) of an assignment of rewards to samples that is wrong and
+def _other_order(table: SampleTable, told: np.ndarray) -> tuple[str, np.ndarray] | None:
+    """(sentence, advantages [N]) of an assignment of rewards to samples that is wrong and
     explains the step.
     """
     assert table.advantage_N is not None
@@ -381,17 +435,17 @@ def _other_order(table: SampleTable, told: np.ndarray) -> tuple[str, np.ndarray,
     if not told.all() or not np.isfinite(step.rewards).all() or len(table) > MOST_REORDERED:
         return None
     own = list(group_predictions(step))
-    for name, grouping in block_groupings(len(table), step.groups):
+    sizes = np.bincount(np.unique(step.groups, return_inverse=True)[1])
+    usual = int(np.bincount(sizes).argmax())
+    for name, grouping in block_groupings(len(table), step.groups, usual):
         moved = dataclasses.replace(step, groups=grouping)
         for prediction in group_predictions(moved, epsilons=()):
             if matches(advantages, prediction.values).all():
                 return (
                     f"Advantages follow {prediction.name} over {name}, which are not the groups",
                     prediction.values,
-                    1.0,
                 )
-    sizes = np.bincount(np.unique(step.groups, return_inverse=True)[1])
-    for order in orders(len(table), int(sizes[0]), _keys(table)):
+    for order in orders(len(table), usual, _keys(table)):
         found = _in_order(advantages, order, step, own)
         if found is not None:
             return found
@@ -402,20 +456,18 @@ def _other_order(table: SampleTable, told: np.ndarray) -> tuple[str, np.ndarray,
                 f"Advantages are those of {prediction.name} in an unknown order: {moved_count} of "
                 f"{len(table)} stand at other samples",
                 prediction.values,
-                1.0,
             )
     return None
 
 
 def _in_order(
     advantages: np.ndarray, order: Order, step: Step, own: list[Prediction]
-) -> tuple[str, np.ndarray, float] | None:
+) -> tuple[str, np.ndarray] | None:
     for prediction in own:
         if matches(advantages, prediction.values[order.places]).all():
             return (
                 f"Advantages are those of {prediction.name} of other samples: {order.name}",
                 prediction.values[order.places],
-                1.0,
             )
     moved = dataclasses.replace(step, rewards=step.rewards[order.places])
     for prediction in group_predictions(moved, epsilons=()):
@@ -423,7 +475,6 @@ def _in_order(
             return (
                 f"Advantages follow {prediction.name} of other samples' rewards: {order.name}",
                 prediction.values,
-                1.0,
             )
     return None
 

@@ -20,7 +20,7 @@ from slime.harness.audit.shapes import (
     step_in_name,
 )
 from slime.harness.audit.table import Row
-from slime.harness.audit.values import int_of, is_number, number_of, text_of
+from slime.harness.audit.values import int_of, is_number, last_message_of, number_of, text_of
 
 _NEEDED = ("prompt", "completion")
 _KNOWN = (*_NEEDED, "step", "advantage")
@@ -59,6 +59,7 @@ def _row(one: dict[str, Any], index: int, options: ReadOptions) -> Row:
     advantage = one.get("advantage")
     return Row(
         prompt=text_of(one.get("prompt")),
+        asked=last_message_of(one.get("prompt")),
         response=text_of(one.get("completion")),
         index=index,
         reward=reward,

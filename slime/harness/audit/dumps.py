@@ -38,6 +38,7 @@ from slime.harness.audit.values import (
     int_of,
     key_of,
     label_of,
+    last_message_of,
     number_of,
     text_of,
 )
@@ -67,6 +68,7 @@ def row_of_sample(sample: dict[str, Any], options: ReadOptions) -> Row:
             versions += _versions([span[0]])
     row = Row(
         prompt=text_of(sample.get("prompt")),
+        asked=last_message_of(sample.get("prompt")),
         response=text_of(sample.get("response")),
         label=label_of(sample.get("label")),
         group=key_of(sample.get("group_index")),
@@ -248,7 +250,7 @@ def _train_row(fields: _Fields, i: int, rank: int | None) -> Row:
         rank=rank,
     )
     if tokens is not None and length is not None and 0 <= length <= len(tokens):
-        row.group = hashlib.blake2b(
+        row.prompt_key = hashlib.blake2b(
             tokens[: len(tokens) - length].astype(np.int64).tobytes(), digest_size=12
         ).hexdigest()
     truncated = fields.get(("truncated",), i)
@@ -276,14 +278,13 @@ def _read_torch_train(path: Path, options: ReadOptions) -> Iterator[Part]:
         fields = _Fields(data)
         count = _count(data)
         rows = list(_within(path, (_train_row(fields, i, rank) for i in range(count))))
-        _set_raw_rewards(rows, data)
+        _set_raw_rewards(rows, data.get("raw_reward"), data.get("partition"))
     elif isinstance(content.get("samples"), list):
         samples = [one for one in content["samples"] if isinstance(one, dict)]
         views = (_Fields({name: [value] for name, value in one.items()}) for one in samples)
         rows = list(_within(path, (_train_row(view, 0, None) for view in views)))
-        for i, (row, one) in enumerate(zip(rows, samples, strict=True)):
-            place = int_of(one.get("partition", one.get("rollout_position", i)))
-            _set_reward(row, content.get("raw_reward"), place)
+        places = [one.get("partition", one.get("rollout_position")) for one in samples]
+        _set_raw_rewards(rows, content.get("raw_reward"), places)
     else:
         raise RolloutDataError("has neither rollout_data nor samples")
     yield Part(_step(content, path), rows, role="train")
@@ -296,27 +297,19 @@ def _count(data: dict[str, Any]) -> int:
     raise RolloutDataError("its rollout_data has no response_lengths, loss_masks or tokens")
 
 
-def _set_raw_rewards(rows: list[Row], data: dict[str, Any]) -> None:
-    """Raw rewards are of the whole batch on every rank; `partition`, or consecutive sample indices,
-    say which are this rank's.
+def _set_raw_rewards(rows: list[Row], whole: Any, partition: Any) -> None:
+    """Raw rewards are of the whole batch on every rank; `partition` says which are this rank's.
+    Without it they wait for `join`, which sees all ranks and the rollout.
     """
-    whole = data.get("raw_reward")
-    if whole is None or any(row.has_reward for row in rows):
+    rewards = None if whole is None else array_of(whole)
+    if rewards is None or any(row.has_reward for row in rows):
         return
-    partition = array_of(data["partition"]) if "partition" in data else None
-    if partition is not None and len(partition) == len(rows):
-        places: list[int | None] = [int(place) for place in partition]
-    else:
-        indices = [row.index for row in rows if row.index is not None]
-        base = min(indices) // max(len(whole), 1) * max(len(whole), 1) if indices else 0
-        places = [None if row.index is None else row.index - base for row in rows]
-    for row, place in zip(rows, places, strict=True):
-        _set_reward(row, whole, place)
-
-
-def _set_reward(row: Row, whole: Any, place: int | None) -> None:
-    if whole is not None and place is not None and 0 <= place < len(whole):
-        row.reward, row.has_reward = number_of(whole[place]), True
+    places = array_of(partition)
+    for i, row in enumerate(rows):
+        if places is None or len(places) != len(rows) or not np.isfinite(places).all():
+            row.batch_rewards = rewards
+        elif 0 <= places[i] < len(rewards):
+            row.reward, row.has_reward = float(rewards[int(places[i])]), True
 
 
 TORCH_TRAIN = Shape(
@@ -369,6 +362,7 @@ def join(rollout: list[Row], train: list[Row]) -> tuple[list[Row], int]:
     have no sample). Without a rollout the trainer's rows stand for themselves, each sample once:
     tensor-parallel ranks dump the same ones.
     """
+    _place_rewards(rollout, train)
     once: dict[Any, Row] = {}
     for number, row in enumerate(train):
         key = ("row", number) if row.index is None else row.index
@@ -376,6 +370,9 @@ def join(rollout: list[Row], train: list[Row]) -> tuple[list[Row], int]:
         if held is None or _richness(row) > _richness(held):
             once[key] = row
     if not rollout:
+        if all(row.advantage is None for row in once.values()):
+            for row in once.values():  # supervised training, whose rewards nothing scored
+                row.has_reward, row.reward = False, float("nan")
         return list(once.values()), 0
     counts = collections.Counter(row.index for row in rollout)
     by_index = {row.index: row for row in rollout if row.index is not None}
@@ -387,6 +384,27 @@ def join(rollout: list[Row], train: list[Row]) -> tuple[list[Row], int]:
             continue
         _take(mine, row)
     return rollout, lost
+
+
+def _place_rewards(rollout: list[Row], train: list[Row]) -> None:
+    """Gives the trainer's rows their raw rewards out of the batch's: these are in the order of the
+    rollout's samples; where there is no rollout, of the sample indices that follow each other. Where
+    neither is as long as the batch, a reward's sample is unknown, and none has one.
+    """
+    waiting = [row for row in train if row.batch_rewards is not None]
+    indices = [row.index for row in rollout] or sorted(
+        {row.index for row in waiting if row.index is not None}
+    )
+    order = [index for index in indices if index is not None]
+    places = {index: place for place, index in enumerate(order)}
+    if len(places) != len(indices):
+        return
+    if not rollout and order and order[-1] - order[0] != len(order) - 1:
+        return
+    for row in waiting:
+        assert row.batch_rewards is not None
+        if len(row.batch_rewards) == len(order) and row.index in places:
+            row.reward, row.has_reward = float(row.batch_rewards[places[row.index]]), True
 
 
 def _richness(row: Row) -> int:
@@ -407,4 +425,9 @@ def _take(mine: Row, row: Row) -> None:
             mine.problem = (
                 f"the trainer has reward {row.reward:g} under this sample's index, the rollout "
                 f"{mine.reward:g}"
+            )
+        elif row.is_cut is not None and mine.is_cut is not None and row.is_cut != mine.is_cut:
+            mine.problem = (
+                f"the trainer has truncated {int(row.is_cut)} under this sample's index, the rollout "
+                f"{int(mine.is_cut)}"
             )

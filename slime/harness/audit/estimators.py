@@ -196,21 +196,26 @@ def orders(count: int, group_size: int, keys: dict[str, np.ndarray]) -> Iterator
             yield Order(f"sorted by {name}, and not put back", np.argsort(sorted_, kind="stable"))
 
 
-def block_groupings(count: int, groups: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def block_groupings(
+    count: int, groups: np.ndarray, group_size: int
+) -> Iterator[tuple[str, np.ndarray]]:
     """Groupings by position that are not the groups: every size that divides the batch, of
-    neighbours and of every k-th sample.
+    neighbours and of every k-th sample; neighbours on the ranks that samples were dealt to.
     """
     here = np.arange(count)
     _, own = np.unique(groups, return_inverse=True)
+    found = []
     for size in range(2, count):
-        if count % size:
-            continue
-        for name, grouping in (
-            (f"{size} rows in a row", here // size),
-            (f"every {count // size}-th row", here % (count // size)),
-        ):
-            if not _same_partition(own, grouping):
-                yield name, grouping
+        if count % size == 0:
+            found.append((f"{size} rows in a row", here // size))
+            found.append((f"every {count // size}-th row", here % (count // size)))
+    for ranks in range(2, min(count, 65)):
+        if count % (ranks * group_size) == 0 and group_size > 1:
+            blocks = here % ranks * count + here // ranks // group_size
+            found.append((f"{group_size} rows in a row of each of {ranks} ranks", blocks))
+    for name, grouping in found:
+        if not _same_partition(own, grouping):
+            yield name, grouping
 
 
 def _same_partition(a: np.ndarray, b: np.ndarray) -> bool:

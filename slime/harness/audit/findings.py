@@ -97,8 +97,8 @@ KINDS: tuple[Kind, ...] = (
     _K(
         "broken_record",
         "record",
-        "a sample's own record contradicts itself, or the trainer has other tokens or another reward "
-        "under its index",
+        "a sample's own record contradicts itself, or the trainer has other tokens, another reward "
+        "or another word on whether it was cut under its index",
         "the code that moves samples from rollout to trainer",
     ),
     _K(
@@ -298,7 +298,7 @@ KINDS: tuple[Kind, ...] = (
     _K(
         "prompt_in_response",
         "text",
-        "responses begin with their whole prompt",
+        "responses begin with their whole prompt, or with its last message",
         "cut the prompt off by token count before scoring; a base model that echoes",
     ),
     _K(

@@ -54,10 +54,15 @@ class GroupFindings:
         self._steps += 1
         self._groups += len(present)
         self._sizes.update(sizes_G.tolist())
-        if len(set(sizes_G.tolist())) > 1:
+        usual = collections.Counter(sorted(sizes_G.tolist())).most_common(1)[0][0]
+        # where a prompt is all that tells groups, those of a prompt that came twice are one
+        if table.groups_are_recorded or (sizes_G % usual).any():
+            same = sizes_G == usual
+        else:
+            same = np.ones(len(sizes_G), dtype=bool)
+        if not same.all():
             self._uneven.append(table.where)
-            usual = collections.Counter(sizes_G.tolist()).most_common(1)[0][0]
-            for group in present[sizes_G != usual][:4].tolist():
+            for group in present[~same][:4].tolist():
                 i = int(np.flatnonzero(table.group_N == group)[0])
                 note = f"{sizes[group]} samples, most have {usual}"
                 self._uneven_evidence.append(evidence_of(table, i, table.prompts[i], note))

@@ -5,6 +5,7 @@ Files are read a line at a time, so that the numbers of one line alone are Pytho
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import json
@@ -35,12 +36,15 @@ from slime.harness.audit.values import (
     is_number,
     key_of,
     label_of,
+    last_message_of,
     number_of,
     text_of,
 )
 
 LONG_LINE = 1 << 25  # bytes from which a line is taken apart and not parsed, where a reader can
 LONGEST_LINE = 1 << 28  # bytes; what is read of it may take thirty times as much
+LEAST_ALIKE = 4  # characters that two contents of one prompt have in common at least
+MOVED_MASK = 4  # tokens by which a mask may begin too late, and neighbours still be compared
 MAX_PARTS = 64  # reward columns of one sample
 COLUMNS = (
     "step", "prompt", "response", "label", "reward", "group", "index", "execution", "advantage",
@@ -197,6 +201,7 @@ _NEMO = ("content", "rewards")
 def _read_nemo(path: Path, options: ReadOptions) -> Iterator[Part]:
     rows: list[Row] = []
     contents: list[str] = []
+    ids: list[np.ndarray | None] = []
     for number, record in read_objects(path, options, flat=_NEMO_NUMBERS):
         rewards = record.get("rewards")
         count = len(rewards) if isinstance(rewards, list) else 1
@@ -210,7 +215,9 @@ def _read_nemo(path: Path, options: ReadOptions) -> Iterator[Part]:
         for i in range(count):
             one = {name: values[i] for name, values in columns.items() if values is not None}
             contents.append(text_of(one.get("content")))
-            rows.append(_nemo_row(one, len(rows)))
+            ids.append(_ids_of(one))
+            rows.append(_nemo_row(one, ids[-1], len(rows)))
+    _find_prompts(rows, ids, contents)
     _split_contents(rows, contents)
     yield Part(step_in_name(path) or 0, rows, is_evaluation=is_evaluation_name(path))
 
@@ -229,16 +236,21 @@ def _entries(value: Any, count: int, is_batch: bool, name: str, line: int) -> li
     raise RolloutDataError(f"line {line}: {name} has {len(value)} entries for {count} rewards")
 
 
-def _nemo_row(one: dict[str, Any], index: int) -> Row:
+def _ids_of(one: dict[str, Any]) -> np.ndarray | None:
+    """Ids of prompt and response, without the padding."""
+    tokens, length = ids_of(one.get("token_ids")), int_of(one.get("input_lengths"))
+    if tokens is not None and length is not None and 0 <= length <= len(tokens):
+        return tokens[:length]
+    return tokens
+
+
+def _nemo_row(one: dict[str, Any], tokens: np.ndarray | None, index: int) -> Row:
     row = Row(index=index)
     row.reward, row.has_reward, row.reward_parts = reward_of(one.get("rewards"), None)
-    tokens, mask = ids_of(one.get("token_ids")), mask_of(one.get("token_loss_mask"))
+    mask = mask_of(one.get("token_loss_mask"))
     advantage = floats_of(one["advantages"]) if "advantages" in one else None
     if advantage is None and is_number(one.get("advantages")):
         advantage = np.array([number_of(one["advantages"])])
-    length = int_of(one.get("input_lengths"))
-    if tokens is not None and length is not None and 0 <= length <= len(tokens):
-        tokens = tokens[:length]
     if mask is None or tokens is None or len(mask) < len(tokens) or not mask.any():
         row.advantage = advantage if advantage is not None and len(advantage) == 1 else None
         if mask is not None and tokens is not None and len(mask) < len(tokens):
@@ -247,8 +259,9 @@ def _nemo_row(one: dict[str, Any], index: int) -> Row:
             row.mask = mask  # nothing trains; where the prompt ends is unknown
         return row
     start, end = int(np.argmax(mask != 0)), len(tokens)
+    if start == 0:
+        row.problem = "token_loss_mask begins at the first token: the prompt is trained"
     row.tokens, row.response_length = tokens, end - start
-    row.group = tokens[:start].tobytes()
     row.mask = mask[start:end]
     weight = one.get("sample_loss_mask")
     if is_number(weight) and number_of(weight) == 0:
@@ -268,36 +281,96 @@ def _nemo_row(one: dict[str, Any], index: int) -> Row:
     return row
 
 
-def _split_contents(rows: list[Row], contents: list[str]) -> None:
-    """Prompt and response of each content, which holds both: a group's common beginning is its
-    prompt, as far as text can tell.
+def _find_prompts(rows: list[Row], ids: list[np.ndarray | None], contents: list[str]) -> None:
+    """Says which rows have the same prompt: those with equal ids before the mask begins. Where a
+    wrong mask makes no whole groups of these, neighbours whose beginnings are alike.
     """
-    if all(row.group is None for row in rows):
-        size = siblings_in_a_row(contents)
-        for i, row in enumerate(rows):
-            row.group = None if size is None else i // size
+    starts = [
+        0 if row.tokens is None or row.response_length is None
+        else len(row.tokens) - row.response_length
+        for row in rows
+    ]  # fmt: skip
+    known: set[bytes] = set()
+    for row, tokens, start in zip(rows, ids, starts, strict=True):
+        if tokens is not None and start:
+            row.prompt_key = tokens[:start].tobytes()
+            known.add(row.prompt_key)
+    _place_others(rows, ids, known)
+    sizes = collections.Counter(row.prompt_key for row in rows)
+    if None not in sizes and len(set(sizes.values())) == 1 and len(rows) > len(sizes):
+        return
+    alone = sum(count for key, count in sizes.items() if count == 1 or key is None)
+    size = None
+    if all(starts):
+        size = siblings_in_a_row(_alike(ids, starts))
+        size = None if size == len(rows) else size
+    elif alone == len(rows):
+        size = siblings_in_a_row([common_prefix(pair) for pair in itertools.pairwise(contents)])
+    for i, row in enumerate(rows):
+        if size is not None:
+            row.prompt_key = i // size
+        elif 2 * alone > len(rows):
+            row.prompt_key = None
+
+
+def _place_others(rows: list[Row], ids: list[np.ndarray | None], known: set[bytes]) -> None:
+    """Gives rows without a trained token, or with a trained first one, the prompt of others that
+    their ids begin with.
+    """
+    lengths = sorted({len(key) for key in known}, reverse=True)
+    for row, tokens in zip(rows, ids, strict=True):
+        if row.prompt_key is not None or tokens is None or row.mask is None:
+            continue
+        begun = tokens.tobytes()
+        size = next((size for size in lengths if begun[:size] in known), None)
+        if size is None:
+            continue
+        row.prompt_key, start = begun[:size], size // tokens.itemsize
+        if row.response_length is None:
+            row.tokens, row.response_length = tokens, len(tokens) - start
+            row.mask = row.mask[start : len(tokens)]
+
+
+def _alike(ids: list[np.ndarray | None], starts: list[int]) -> list[int]:
+    """For each row and the next LEAST_ALIKE if they begin alike nearly as far as their masks begin,
+    else 0.
+    """
+    found = []
+    for i in range(len(ids) - 1):
+        start = min(starts[i], starts[i + 1])
+        start = max(start - MOVED_MASK, start // 2 + 1)
+        a, b = ids[i], ids[i + 1]
+        found.append(LEAST_ALIKE * np.array_equal(a[:start], b[:start]))  # type: ignore[index]
+    return found
+
+
+def _split_contents(rows: list[Row], contents: list[str]) -> None:
+    """Prompt and response of each content, which holds both: what the rows of one prompt begin
+    with is the prompt, as far as text can tell.
+    """
     members: dict[Any, list[int]] = {}
     for i, row in enumerate(rows):
-        members.setdefault(row.group, []).append(i)
-    for group, places in members.items():
+        members.setdefault(row.prompt_key, []).append(i)
+    for key, places in members.items():
         cut = 0
-        if group is not None and len(places) > 1:
+        if key is not None and len(places) > 1:
             cut = common_prefix([contents[i] for i in places])
         for i in places:
             rows[i].prompt, rows[i].response = contents[i][:cut], contents[i][cut:]
 
 
-def siblings_in_a_row(texts: list[str]) -> int | None:
-    """How many texts in a row begin with the same prompt: the size for which neighbours within a
-    group share a longer beginning than neighbours across groups. None where no size fits.
+def siblings_in_a_row(shared: list[int]) -> int | None:
+    """How many rows in a row have the same prompt, of how much each begins like the next one: the
+    size for which neighbours within a group share more than neighbours across groups. None where
+    no size fits.
     """
-    shared = [common_prefix(pair) for pair in itertools.pairwise(texts)]
-    for size in range(2, len(texts) + 1):
-        if len(texts) % size:
+    count = len(shared) + 1
+    for size in range(2, count + 1):
+        if count % size:
             continue
         across = [n for i, n in enumerate(shared) if (i + 1) % size == 0]
         inside = [n for i, n in enumerate(shared) if (i + 1) % size]
-        if min(inside) > max(across, default=0) and min(inside) >= 4:
+        if min(inside) > max(across, default=0) and min(inside) >= LEAST_ALIKE:
             return size
     return None
 
@@ -369,6 +442,7 @@ def _mapped_row(one: dict[str, Any], number: int, options: ReadOptions) -> Row:
     reward, has_reward, parts = reward_of(one.get("reward"), options.reward_key)
     row = Row(
         prompt=text_of(one.get("prompt")),
+        asked=last_message_of(one.get("prompt")),
         response=text_of(one.get("response")),
         label=label_of(one.get("label")),
         group=key_of(one.get("group")),

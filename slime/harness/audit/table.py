@@ -35,21 +35,27 @@ class TokenColumn(TokenRows):
 class Row:
     """One sample as a reader found it. None: the file says nothing of it.
 
-    `group`: a key that the samples of one prompt share. `execution`: a key that the samples of one
-    execution of the policy share. `counts`: whether its reward is part of its group's baseline.
+    `group`: a key that the samples of one group share. `prompt_key`: one that the samples of one
+    prompt share, where the file has no group and no text of the prompt alone. `execution`: a key
+    that the samples of one execution of the policy share. `asked`: the last message of the prompt,
+    where the prompt is messages. `counts`: whether its reward is part of its group's baseline.
+    `batch_rewards`: those of the whole batch, of which the file does not say which is this one's.
     `tokens`: ids of prompt and response. `normalized`: the reward minus
     its baseline, where the file has that beside the advantage. `problem`: what is wrong with the
     record itself.
     """
 
     prompt: str = ""
+    asked: str = ""
     response: str = ""
     label: Any = None
     group: Any = None
+    prompt_key: Any = None
     index: int | None = None
     execution: Any = None
     reward: float = float("nan")
     has_reward: bool = False
+    batch_rewards: np.ndarray | None = None
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
     normalized: float = float("nan")
     advantage: np.ndarray | None = None
@@ -69,7 +75,8 @@ class Row:
 class SampleTable:
     """One step. `group_N`: a number per group, UNKNOWN where a sample has none; `group_names` says
     what the file calls them. `has_groups`: whether the file, or equal prompts, say which samples
-    are siblings. `advantage_N`: the mean over a response's trained tokens; `advantage_range_N`:
+    are siblings; `groups_are_recorded`: whether the file does, which tells two groups of one prompt
+    apart. `asked`: last messages of the prompts. `advantage_N`: the mean over a response's trained tokens; `advantage_range_N`:
     largest minus smallest of them. Lengths are UNKNOWN (-1) where the file has none. `order_N`: the
     samples in the order in which the ranks hold them, None where that is not recorded. `run`: the
     folder that the step's file lies in.
@@ -81,11 +88,13 @@ class SampleTable:
     files: tuple[str, ...]
     run: str
     prompts: list[str]
+    asked: list[str]
     responses: list[str]
     labels: list[Any]
     group_names: list[str]
     group_N: np.ndarray
     has_groups: bool
+    groups_are_recorded: bool
     index_N: np.ndarray
     execution_N: np.ndarray
     reward_N: np.ndarray
@@ -157,12 +166,15 @@ def _keys(values: Sequence[Any]) -> tuple[np.ndarray, list[str]]:
 
 
 def _groups(rows: Sequence[Row]) -> tuple[np.ndarray, list[str], bool]:
+    """(a number per group, the groups' names, whether the file says which samples are siblings)."""
     if any(row.group is not None for row in rows):
         return *_keys([row.group for row in rows]), True
     # frameworks that record no group: the samples of one prompt are siblings
-    prompts, _ = _keys([row.prompt or None for row in rows])
+    prompts, _ = _keys(
+        [row.prompt or None if row.prompt_key is None else row.prompt_key for row in rows]
+    )
     names = [f"of prompt {number}" for number in range(int(prompts.max(initial=-1)) + 1)]
-    return prompts, names, bool((prompts >= 0).any())
+    return prompts, names, False
 
 
 def _advantages(rows: Sequence[Row]) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -194,7 +206,7 @@ def build_table(
 ) -> SampleTable:
     """The rows as columns, in their order. The rows' token columns are moved out of them."""
     count = len(rows)
-    group_N, names, has_groups = _groups(rows)
+    group_N, names, is_recorded = _groups(rows)
     execution_N, _ = _keys([row.execution for row in rows])
     alone = execution_N == UNKNOWN
     execution_N = np.where(alone, count + np.arange(count), execution_N)
@@ -220,11 +232,13 @@ def build_table(
         files=tuple(files),
         run=run,
         prompts=[row.prompt for row in rows],
+        asked=[row.asked for row in rows],
         responses=[row.response for row in rows],
         labels=[row.label for row in rows],
         group_names=names,
         group_N=group_N,
-        has_groups=has_groups,
+        has_groups=bool((group_N != UNKNOWN).any()),
+        groups_are_recorded=is_recorded,
         index_N=whole([row.index for row in rows]),
         execution_N=execution_N,
         reward_N=numbers([row.reward for row in rows], "float64"),

@@ -143,8 +143,8 @@ class TextFindings:
         broken = [REPLACEMENT in text for text in table.responses]
         self._tallies["broken_characters"].add(table, np.array(broken))
         echo = [
-            len(prompt) >= 16 and text.lstrip().startswith(prompt.strip())
-            for prompt, text in zip(table.prompts, table.responses, strict=True)
+            any(len(one) >= 16 and text.lstrip().startswith(one.strip()) for one in asked)
+            for *asked, text in zip(table.prompts, table.asked, table.responses, strict=True)
         ]
         self._tallies["prompt_in_response"].add(table, np.array(echo))
         if self._codec is not None and table.tokens is not None:
@@ -201,7 +201,7 @@ _SENTENCES = {
     "looping_response": "end in one phrase repeated",
     "duplicate_in_group": "are the same long text as another one of their group",
     "duplicate_across_groups": "are the same long text as one of another prompt",
-    "prompt_in_response": "begin with their whole prompt",
+    "prompt_in_response": "begin with their prompt",
     "special_tokens_in_text": "have a special token or role marker inside",
     "end_token_in_text": "end with their end token as text",
     "broken_characters": "have undecodable characters (U+FFFD)",

@@ -124,19 +124,28 @@ def floats_of(value: object) -> np.ndarray | None:
 
 
 def text_of(value: object) -> str:
-    """A prompt or response as text: a string as it is, messages as `role: content` lines, other
-    values as short text. At most MAX_TEXT characters.
+    """A prompt or response as text: a string as it is, a message as its content, several as
+    `role: content` lines, other values as short text. At most MAX_TEXT characters.
     """
     if isinstance(value, str):
         return value if len(value) <= MAX_TEXT else value[:MAX_TEXT]
-    if value is None:
+    if value is None or (isinstance(value, list) and not value):
         return ""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         return text_of(value[0])
     messages = _messages(value)
-    if messages is not None:
-        return "\n".join(messages)[:MAX_TEXT]
-    return _short(value, _DEPTH)[:2000]
+    if messages is None:
+        return _short(value, _DEPTH)[:2000]
+    if len(messages) == 1:
+        return messages[0][1][:MAX_TEXT]
+    lines = (text if role is None else f"{role}: {text}" for role, text in messages)
+    return "\n".join(lines)[:MAX_TEXT]
+
+
+def last_message_of(value: object) -> str:
+    """The content of the last of several messages; "" for everything else."""
+    messages = _messages(value)
+    return "" if messages is None or len(messages) == 1 else messages[-1][1][:MAX_TEXT]
 
 
 def label_of(value: object) -> Any:
@@ -163,19 +172,26 @@ def key_of(value: object) -> str | int | None:
     return value if isinstance(value, int) and value.bit_length() <= 128 else None
 
 
-def _messages(value: object) -> list[str] | None:
+def _messages(value: object) -> list[tuple[str | None, str]] | None:
+    """(role, content) of each message; None where the value is no list of messages."""
     if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
         return None
-    lines = []
-    for message in value[:1000]:
-        content = message.get("content")
-        if isinstance(content, list):  # parts of a multimodal message
-            parts = [part.get("text") for part in content[:1000] if isinstance(part, dict)]
-            content = " ".join(part for part in parts if isinstance(part, str))
-        text = content if isinstance(content, str) else _short(content, _DEPTH)
-        role = message.get("role")
-        lines.append(f"{role}: {text}" if isinstance(role, str) else text)
-    return lines
+    return [(_role_of(message), _content_of(message)) for message in value[:1000]]
+
+
+def _role_of(message: dict) -> str | None:
+    role = message.get("role")
+    return role if isinstance(role, str) else None
+
+
+def _content_of(message: dict) -> str:
+    content = message.get("content")
+    if isinstance(content, list):  # parts of a multimodal message
+        parts = [part.get("text") for part in content[:1000] if isinstance(part, dict)]
+        content = " ".join(part for part in parts if isinstance(part, str))
+    if content in (None, ""):  # a message that only calls a tool
+        content = message.get("tool_calls") or ""
+    return content if isinstance(content, str) else _short(content, _DEPTH)
 
 
 def _short(value: object, depth: int) -> str:
