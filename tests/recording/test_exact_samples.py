@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -291,8 +292,12 @@ def test_values_without_end_are_described_or_refused():
         with pytest.raises(RolloutDataError):
             encode_json(value)
         assert NOT_STORED in decode_json(encode_json(value, describe=True))
-    with pytest.raises(ValueError, match="deep|recursion|JSON"):
-        decode_json(b"[" * 900 + b'[{"a": [[1.5], {}]}]' + b"]" * 900)
+    # how deep a text may be depends on Python's version: it is read, or refused as what it is
+    text = b"[" * 900 + b'[{"a": [[1.5], {}]}]' + b"]" * 900
+    try:
+        assert encode_json(decode_json(text)) == text.replace(b" ", b"")
+    except ValueError as error:  # also where what could be read is too deep to be written
+        assert re.search("(?i)deep|recursion|JSON", str(error))
     with pytest.raises(ValueError):
         decode_json(b"[" * 100_000)
 
