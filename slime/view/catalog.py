@@ -24,6 +24,11 @@ from slime.view.foreign import foreign_files
 
 RUN, RECORDING, FILES = "run", "recording", "files"
 RUN_FILES = ("metrics.jsonl", "progress.jsonl", "gate.jsonl", "config.yaml")
+# of a run, what may be a link to another disk
+LINKED = (
+    *RUN_FILES, "gate", "dumps", "rollout_data", "train_data", "dumps/rollout_data",
+    "dumps/train_data", "trace", "logs", "logs/driver.log", "tokenizer", "tokenizer/tokenizer.json",
+)  # fmt: skip
 DEPTH = 5  # folders below a given one
 MOST_ENTRIES = 2000
 MOST_FOLDERS = 20_000
@@ -86,6 +91,7 @@ class Catalog:
         self._configs: dict[Path, tuple[tuple[int, int], Mapping[str, Any]]] = {}
         self._rollouts: dict[Entry, tuple[float, int, list[RolloutRef]]] = {}
         self._looked_at = float("-inf")
+        self.left_out: list[str] = []  # what is not shown, and why
 
     def entries(self) -> list[Entry]:
         """Everything there is, by name."""
@@ -147,9 +153,12 @@ class Catalog:
 
     def _look(self) -> Iterator[Entry]:
         found: list[tuple[str, Path, str]] = []
+        self.left_out = []
         for root in self.roots:
             own = [(_name(root, path), path, kind) for path, kind in _walk(root)]
-            found += own or [(root.name or str(root), root, FILES)]
+            found += [one for one in own if not self._leads_out(*one[:2])]
+            if not own:
+                found.append((root.name or str(root), root, FILES))
         first = {path: (name, path, kind) for name, path, kind in reversed(found)}
         found = list(reversed(first.values()))[:MOST_ENTRIES]
         claimed: set[Path] = set()
@@ -167,6 +176,18 @@ class Catalog:
             slug = _slug(name, path, taken)
             taken.add(slug)
             yield Entry(slug, name, path, kind, recording, notes)
+
+    def _leads_out(self, name: str, folder: Path) -> bool:
+        """Whether something of a run is a link to what was not given; notes it."""
+        for own in LINKED:
+            path = folder / own
+            if path.is_symlink() and not self.contains(path):
+                self.left_out.append(
+                    f"{name} is not shown: its {own} is a link to {os.readlink(path)}. Give the folder "
+                    "that it leads to as well."
+                )
+                return True
+        return False
 
     def _recording_of(self, run: Path) -> tuple[Path | None, tuple[str, ...]]:
         """(the recording of a run, why none is shown)."""

@@ -63,6 +63,7 @@ def runs_page(site: Site, request: Request) -> Response:
         pager=page,
         q=text_in(request, "q"),
         reading=any(row.state.word == READING for row in rows),
+        left_out=site.catalog.left_out,
         roots=[str(root) for root in site.catalog.roots],
         live=any(row.state.is_live for row in rows),
     )

@@ -206,7 +206,11 @@ def _named_once(rows: list[Row]) -> list[tuple[str, Row]]:
 
 def _traces(entry: Entry) -> tuple[list[ProcessTrace], int]:
     """ConfigError where nothing was recorded, or far too much."""
-    size = sum(path.stat().st_size for path in (entry.path / FOLDER).glob("*.jsonl"))
+    files = list((entry.path / FOLDER).glob("*.jsonl"))
+    links = [path.name for path in files if path.is_symlink()]
+    if links:
+        raise ConfigError(f"{links[0]} of the trace is a link; a trace holds files.")
+    size = sum(path.stat().st_size for path in files)
     if size > LARGEST_TRACE:
         raise ConfigError(
             f"The traces have {size:,} bytes; slime trace {entry.path} --rollout N makes a file for "

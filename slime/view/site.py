@@ -102,7 +102,7 @@ class Site:
         named = self.catalog.config(entry.path).get("hf_checkpoint")
         if isinstance(named, str) and named and self.catalog.contains(Path(named)):
             found.append(Path(named))
-        return found
+        return [one for one in found if self.catalog.contains(one / "tokenizer.json")]
 
     # --- answers ----------------------------------------------------------------------------------
 

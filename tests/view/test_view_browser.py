@@ -126,7 +126,7 @@ def test_every_page_works_in_a_browser(page):
     page.wait_for_selector("#timeline[data-ready]")
     page.locator("canvas").press("+")
     page.goto(f"{base}/run/all~recorded/audit")
-    page.get_by_text("evidence").first.wait_for()
+    page.get_by_text("evidence").first.wait_for(timeout=90_000)
     # texts of a run are texts
     for row in range(len(HOSTILE)):
         page.goto(f"{base}/run/all~hostile/rollout/rollout-0/sample/{row}")

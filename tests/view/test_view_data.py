@@ -1,5 +1,6 @@
 """What the viewer reads: filters, tokens and their texts, row groups of a table, the state of a run."""
 
+import re
 import socket
 import sys
 import threading
@@ -316,6 +317,43 @@ def test_a_large_rollout_is_shown_while_its_hashes_are_compared(tmp_path, monkey
     if not damaged:
         assert table.problems == [] and table.search("tool").sum() == 4
         assert np.isfinite(table.column("gap")).any()
+
+
+def themes():
+    """(name, colours by variable) of the style sheet's two themes."""
+    css = (Path(command.__file__).parent / "static" / "view.css").read_text()
+    for name, start in (("light", ":root {"), ("dark", ':root[data-theme="dark"] {')):
+        block = css.split(start, 1)[1].split("}", 1)[0]
+        yield name, dict(re.findall(r"--([a-z0-9-]+): #([0-9a-f]{3,6});", block))
+
+
+def luminance(colour):
+    """The relative luminance of WCAG 2."""
+    full = colour if len(colour) == 6 else "".join(2 * one for one in colour)
+    parts = [int(full[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "colours"), themes(), ids=lambda one: one if isinstance(one, str) else ""
+)
+def test_every_text_has_the_contrast_of_wcag_aa(name, colours):
+    def contrast(a, b):
+        low, high = sorted((luminance(colours[a]), luminance(colours[b])))
+        return (high + 0.05) / (low + 0.05)
+
+    texts = ("ink", "soft", "link", "bad", "good", "warn")
+    pairs = [(text, under) for text in texts for under in ("paper", "band")]
+    pairs += [
+        ("ink", f"{kind}{n}")
+        for kind, most in (("s", 4), ("n", 3), ("p", 3))
+        for n in range(1, most + 1)
+    ]
+    pairs += [("ink", "nan"), ("ink", "mark"), ("paper", "link")]
+    assert {pair: round(contrast(*pair), 2) for pair in pairs if contrast(*pair) < 4.5} == {}
+    lines = [f"c{n}" for n in range(8)] + ["bar-in", "bar-out"]
+    assert {line: contrast(line, "paper") for line in lines if contrast(line, "paper") < 3} == {}
 
 
 if __name__ == "__main__":

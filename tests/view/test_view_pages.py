@@ -241,6 +241,14 @@ def test_links_out_of_the_given_folders_are_not_followed(tmp_path):
     (given / "config.yaml").write_text(f"record: {outside}\n")
     page = client_of(tmp_path / "given").get("/run/given~run")
     assert "is not in the given folders" in page.text and "rollout-1" not in page.text
+    (given / "trace").rename(tmp_path / "trace")
+    (given / "trace").symlink_to(tmp_path / "trace")
+    overview = client_of(tmp_path / "given").get("/")
+    assert "its trace is a link to" in overview.text and "/run/given~run" not in overview.text
+    assert (
+        client_of(tmp_path / "given", tmp_path / "trace").get("/run/given~run").status_code == 200
+    )
+    (given / "trace").unlink()
     both = client_of(tmp_path / "given", outside).get("/run/given~run")
     assert "rollout-1" in both.text
 
@@ -424,7 +432,7 @@ def test_two_recordings_are_compared_with_both_samples_side_by_side(tmp_path, re
         copy_of_golden(tmp_path / name)
     edit_column(tmp_path / "b", "samples", "response", 5, lambda text: f"{text}!", rollout_id=1)
     client = client_of(tmp_path / "a", tmp_path / "b")
-    for _ in range(300):
+    for _ in range(900):
         page = client.get("/diff?a=a&b=b").text
         if "Comparing" not in page:
             break
@@ -441,7 +449,7 @@ def test_an_error_of_a_command_is_shown(tmp_path, real_jobs):
     (tmp_path / "void").mkdir()
     client = client_of(tmp_path / "void")
     site_jobs = jobs.Jobs()
-    for _ in range(300):
+    for _ in range(900):
         found = site_jobs.ask("diff", str(tmp_path), str(tmp_path / "nowhere"))
         if found is not None:
             break
