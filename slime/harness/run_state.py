@@ -18,6 +18,8 @@ RUNNING, QUIET, ENDED, FAILED, DIED, UNKNOWN = (
     "running", "quiet", "ended", "failed", "died", "unknown",
 )  # fmt: skip
 FRESH_S = 30.0
+LOGS = ("driver.log", "local.log")  # of a run's driver; with --local, of its one process
+INTERRUPTED = 130  # exit status
 TAIL_BYTES = 1 << 16
 _FINISHED = re.compile(r"finished with status (-?\d+) after")
 _ERROR = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Killed)\b.*")
@@ -48,7 +50,8 @@ def state_of(run: Path, *, now: float | None = None) -> State:
     at = last.get("time")
     at = float(at) if isinstance(at, int | float) else _mtime(run / "metrics.jsonl")
     phase = _phase(last)
-    log = run / "logs" / "driver.log"
+    logs = [run / "logs" / name for name in LOGS]
+    log = max(logs, key=lambda path: _mtime(path) or 0.0)
     lines = _tail(log).splitlines()
     finished = next((i for i in range(len(lines) - 1, -1, -1) if _FINISHED.search(lines[i])), None)
     logged_at = _mtime(log)
@@ -57,7 +60,8 @@ def state_of(run: Path, *, now: float | None = None) -> State:
         status = int(match[1]) if match else 0
         if status == 0:
             return State(ENDED, "", "", at)
-        return State(FAILED, _error(lines) or f"exit status {status}", "", at)
+        note = "interrupted" if status == INTERRUPTED else _error(lines)
+        return State(FAILED, note or f"exit status {status}", "", at)
     if at is None:
         return State(UNKNOWN, "it has written neither progress nor metrics", "", None)
     if now - at < FRESH_S:

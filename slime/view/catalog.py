@@ -27,7 +27,7 @@ RUN_FILES = ("metrics.jsonl", "progress.jsonl", "gate.jsonl", "config.yaml")
 # of a run, what may be a link to another disk
 LINKED = (
     *RUN_FILES, "gate", "dumps", "rollout_data", "train_data", "dumps/rollout_data",
-    "dumps/train_data", "trace", "logs", "logs/driver.log", "tokenizer", "tokenizer/tokenizer.json",
+    "dumps/train_data", "trace", "logs", "logs/driver.log", "logs/local.log", "tokenizer", "tokenizer/tokenizer.json",
 )  # fmt: skip
 DEPTH = 5  # folders below a given one
 MOST_ENTRIES = 2000

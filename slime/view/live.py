@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from slime.gate.gate import RECORD_FILE
-from slime.harness.run_state import state_of
+from slime.harness.run_state import LOGS, state_of
 from slime.tracking import progress
 from slime.tracking.tracking import FILE_NAME
 from slime.view.catalog import Entry
@@ -24,7 +24,7 @@ INTERVAL_S = 1.0
 LEAST_BETWEEN_S = 2.0  # of two messages to a page
 HEARTBEAT_S = 20.0
 MOST_PAGES = 32
-WATCHED = (FILE_NAME, progress.FILE_NAME, RECORD_FILE, "logs/driver.log")
+WATCHED = (FILE_NAME, progress.FILE_NAME, RECORD_FILE, *(f"logs/{name}" for name in LOGS))
 
 
 class Live:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,18 +10,15 @@ from starlette.responses import JSONResponse, Response
 
 from slime.exceptions import SlimeError
 from slime.harness.run_records import FAMILIES, eval_sets
-from slime.harness.run_state import UNKNOWN, State
 from slime.recording import manifest
 from slime.recording.reader import LARGEST_RUN_RECORD
-from slime.tracking.tracking import FILE_NAME
-from slime.view.catalog import FILES, RECORDING, Catalog, Entry
-from slime.view.charts import Spark, chart_data, spark
+from slime.view.catalog import FILES, Catalog, Entry
+from slime.view.charts import chart_data, spark
 from slime.view.run_data import Snapshot, name_of_label, rollout_of_train_step
+from slime.view.run_rows import READING
 from slime.view.site import Site, number_in, pager, text_in
 
 MOST_RUNS = 100  # on one page
-LARGE = 2 << 20  # bytes of metrics
-READING = "being read"
 MOST_OVERLAID = 8
 MOST_DIFFERING = 40
 # options that say where a run stood, not what it did
@@ -32,27 +28,16 @@ PLACES = frozenset((
 ))  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class RunRow:
-    """A run in the list of all."""
-
-    entry: Entry
-    state: State
-    num_rollouts: int
-    reward: Spark | None
-    evaluation: Spark | None
-    problems: list[str]
-    num_marks: int
-    error: str = ""
-
-
 def runs_page(site: Site, request: Request) -> Response:
     """All runs."""
     entries = site.catalog.entries()
     wanted = text_in(request, "q").casefold()
     chosen = [entry for entry in entries if wanted in entry.name.casefold()]
     page = pager(request, len(chosen), size=MOST_RUNS)
-    rows = [_row(site, entry) for entry in chosen[page.first : page.last]]
+    rows = [
+        site.rows.row(entry, patient=not site.is_warming)
+        for entry in chosen[page.first : page.last]
+    ]
     differing = differing_options(site.catalog, [row.entry for row in rows])
     return site.page(
         request,
@@ -67,39 +52,6 @@ def runs_page(site: Site, request: Request) -> Response:
         roots=[str(root) for root in site.catalog.roots],
         live=any(row.state.is_live for row in rows),
     )
-
-
-def _row(site: Site, entry: Entry) -> RunRow:
-    if entry.kind == FILES:
-        return RunRow(
-            entry, State(UNKNOWN, "no run: its files can be audited"), 0, None, None, [], 0
-        )
-    if site.is_warming and _is_large(entry) and not site.runs.get(entry).is_read:
-        return RunRow(entry, State(READING), 0, None, None, [], 0)
-    try:
-        run = site.snapshot(entry)
-        records = run.records
-        sets = eval_sets(records)
-        return RunRow(
-            entry,
-            run.state,
-            len(records.series.get("rollout/ledger/sampled", {}))
-            or len(site.catalog.rollouts(entry)),
-            spark(records, records.first_of(FAMILIES["reward"])),
-            spark(records, f"eval/{sets[0]}" if sets else None),
-            run.summary.problems,
-            len(run.marks),
-        )
-    except (SlimeError, OSError) as error:
-        return RunRow(entry, State(UNKNOWN), 0, None, None, [], 0, str(error)[:400])
-
-
-def _is_large(entry: Entry) -> bool:
-    """Whether its metrics take a while to read."""
-    try:
-        return entry.kind == RECORDING or (entry.path / FILE_NAME).stat().st_size > LARGE
-    except OSError:
-        return False
 
 
 def options_of_entry(catalog: Catalog, entry: Entry) -> Mapping[str, Any]:

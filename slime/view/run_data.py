@@ -70,11 +70,6 @@ class RunData:
         self._checks: Checks | None = None
 
     @property
-    def is_read(self) -> bool:
-        """Whether it has been read once, so that looking again takes little."""
-        return self._judged is not None
-
-    @property
     def num_points(self) -> int:
         return sum(map(len, list(self._series.values())))
 

@@ -19,6 +19,7 @@ from slime.view.jobs import Jobs
 from slime.view.rollout_library import RolloutLibrary
 from slime.view.rollout_table import RolloutTable
 from slime.view.run_data import RunLibrary, Snapshot
+from slime.view.run_rows import RunRows
 from slime.view.templating import environment
 from slime.view.token_view import Decoders
 
@@ -29,6 +30,7 @@ class Site:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.runs = RunLibrary(catalog)
+        self.rows = RunRows(catalog, self.runs)
         self.rollouts = RolloutLibrary()
         self.decoders = Decoders()
         self.jobs = Jobs()
@@ -47,8 +49,7 @@ class Site:
             for entry in self.catalog.entries():
                 if entry.kind != FILES and not self._is_closed:
                     with contextlib.suppress(SlimeError, OSError):
-                        self.snapshot(entry)
-                        self.catalog.rollouts(entry)
+                        self.rows.row(entry, patient=True)
         finally:
             self.is_warming = False
 

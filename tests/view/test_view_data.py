@@ -1,5 +1,6 @@
 """What the viewer reads: filters, tokens and their texts, row groups of a table, the state of a run."""
 
+import json
 import re
 import socket
 import sys
@@ -19,11 +20,14 @@ from slime.files import tables
 from slime.files.jsonl import JsonlTail, JsonlWriter
 from slime.harness import top
 from slime.harness.run_state import state_of
-from slime.view import command, jobs, rollout_table
+from slime.view import command, jobs, rollout_table, run_rows
 from slime.view.catalog import Catalog, rollouts_of
 from slime.view.filters import filter_rows
 from slime.view.pictures import picture
 from slime.view.rollout_table import NotReady, RolloutTable
+from slime.view.run_data import RunLibrary
+from slime.view.run_rows import RunRows
+from slime.view.templating import data_block
 from slime.view.token_view import Decoders, differing_part, pieces, tokens_of
 
 NUM_GPUS = 0
@@ -127,6 +131,8 @@ def test_rows_of_a_large_table_are_read_by_the_groups_that_they_are_in(tmp_path,
         assert [first for first, _ in reader.groups(["row"])] == [0, 100, 200]
         found = reader.rows([250, 3, 3, 299], ["row", "tokens"]).to_pydict()
         assert found["row"] == [250, 3, 3, 299] and found["tokens"][0] == list(range(2500, 2510))
+        assert reader.rows([100, 199, 200, 0], ["row"])["row"].to_pylist() == [100, 199, 200, 0]
+        assert [reader.num_groups_of(rows) for rows in ([0, 99], [99, 100], [])] == [1, 2, 0]
         assert reader.rows([], ["row"]).num_rows == 0
         with pytest.raises(IndexError, match="300 rows"):
             reader.rows([300], ["row"])
@@ -171,15 +177,17 @@ def test_slugs_stay_apart_and_name_one_folder(tmp_path):
         ("slime: finished with status 0 after 3 s\n", 900, "ended", ""),
         ("Traceback\nslime.X: no\nValueError: lr is 0\n[x] slime: finished with status 1 after 3 s\n", 900, "failed", "ValueError: lr is 0"),
         ("RuntimeError: rank 1 died\n", 900, "died", "RuntimeError: rank 1 died"),
+        ("E: no\nslime: finished with status 130 after 3 s\n", 900, "failed", "interrupted"),
     ],
 )  # fmt: skip
-def test_a_run_goes_on_has_ended_or_died(tmp_path, log, age, word, note):
+@pytest.mark.parametrize("name", ["driver.log", "local.log"])
+def test_a_run_goes_on_has_ended_or_died(tmp_path, name, log, age, word, note):
     now = 1_000_000.0
     record = {"time": now - age, "pid": 2**30, "phase": "train", "done": 3, "total": 8}
     JsonlWriter(tmp_path / "progress.jsonl").write(record)
     if log:
         (tmp_path / "logs").mkdir()
-        (tmp_path / "logs" / "driver.log").write_text(log)
+        (tmp_path / "logs" / name).write_text(log)
     found = state_of(tmp_path, now=now)
     assert (found.word, found.note) == (word, note)
 
@@ -354,6 +362,26 @@ def test_every_text_has_the_contrast_of_wcag_aa(name, colours):
     assert {pair: round(contrast(*pair), 2) for pair in pairs if contrast(*pair) < 4.5} == {}
     lines = [f"c{n}" for n in range(8)] + ["bar-in", "bar-out"]
     assert {line: contrast(line, "paper") for line in lines if contrast(line, "paper") < 3} == {}
+
+
+def test_data_in_a_page_cannot_end_its_element():
+    value = {"</script>": ["<!--<script>", "&lt;", "\u2028"], "n": 1.5}
+    shown = str(data_block(value))
+    assert not set("<>&\u2028") & set(shown) and json.loads(shown) == value
+
+
+def test_rows_of_runs_are_kept_and_made_anew_when_the_run_writes(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    catalog = Catalog([run])
+    rows = RunRows(catalog, RunLibrary(catalog))
+    entry = catalog.entries()[0]
+    monkeypatch.setattr(run_rows, "LARGE", 10)
+    assert rows.row(entry, patient=False).state.word == "being read"
+    first = rows.row(entry, patient=True)
+    assert first.reward.last == "NaN" and rows.row(entry, patient=False).reward is first.reward
+    record = {"step_key": "rollout/step", "step": 3, "metrics": {"rollout/reward/mean": 0.5}}
+    JsonlWriter(run / "metrics.jsonl").write(record)
+    assert rows.row(entry, patient=False).reward.last == "0.5"
 
 
 if __name__ == "__main__":

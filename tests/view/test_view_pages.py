@@ -281,7 +281,13 @@ def test_the_table_sorts_filters_searches_and_pages(tmp_path):
     every = rows()
     assert len(every) == 29 and rows(sort="reward", dir="desc") != every
     assert rows(filter='"tool" in response') == rows(q="TOOL") == ["0", "1", "2", "3"]
-    assert set(rows(filter="reward == none")) < set(every)
+    without = rows(filter="reward == none")
+    assert 0 < len(without) < 29
+    assert (
+        rows(sort="reward")[-len(without) :]
+        == rows(sort="reward", dir="desc")[-len(without) :]
+        == without
+    )
     trained = rows(filter='"trained" in verdict and rank == 0', sort="gap", dir="desc")
     assert trained and rows(page="99") == every and rows(q="no such text") == []
     refused = client.get(address, params={"filter": "__import__('os')"}).text
@@ -294,6 +300,8 @@ def test_the_fates_of_the_samples_add_up(tmp_path):
     table = page.split("samples went</th>")[1].split("</table>")[0]
     counts = [int(row) for row in re.findall(r'</a></td><td class="r num">(\d+)</td>', table)]
     assert sum(counts) == 29 and "dynamic_filter" in table
+    # one of the batch has no place in an optimizer step
+    assert [counts[0], counts[1], counts[-1]] == [17, 1, 1] and ">not trained<" in table
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "manifest", "no_train", "no_samples", "foreign"])
