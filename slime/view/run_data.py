@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from slime.exceptions import RolloutDataError, SlimeError
@@ -58,16 +59,22 @@ class RunData:
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self._lock = threading.Lock()
-        self._metrics = JsonlTail(entry.path / FILE_NAME)
-        self._gate_tail = JsonlTail(entry.path / RECORD_FILE)
+        self._notes: list[str] = []
+        self._version = 0
+        self._begin()
+        self._judged: tuple[int, Summary, list[Mark]] | None = None
+        self._checks: Checks | None = None
+
+    def _begin(self) -> None:
+        """Knows nothing: at first, and when another run begins in the folder."""
+        self._file = file_number(self.entry.path / FILE_NAME)
+        self._metrics = JsonlTail(self.entry.path / FILE_NAME)
+        self._gate_tail = JsonlTail(self.entry.path / RECORD_FILE)
         self._series: dict[str, dict[int, Any]] = {}
         self._axes: dict[str, str] = {}
         self._gate: list[dict[str, Any]] = []
         self._read_rollouts: set[tuple[int, bool, int]] = set()
-        self._notes: list[str] = []
-        self._version = 0
-        self._judged: tuple[int, Summary, list[Mark]] | None = None
-        self._checks: Checks | None = None
+        self._version += 1
 
     @property
     def num_points(self) -> int:
@@ -81,6 +88,8 @@ class RunData:
                 self._read_recording()
                 state = State(UNKNOWN, "a recording without its run folder")
             else:
+                if self._file != file_number(self.entry.path / FILE_NAME):
+                    self._begin()
                 self._take(self._metrics.read())
                 self._take_gate(self._gate_tail.read())
                 state = state_of(self.entry.path)
@@ -148,6 +157,14 @@ class RunData:
                 self._checks = Checks()
                 self._notes.append(f"config.yaml: {error}"[:400])
         return summarize_run(records, self._checks)
+
+
+def file_number(path: Path) -> int:
+    """Another one where a file was moved aside and begun anew; -1 where there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return -1
 
 
 def _manifest_time(folder: Any) -> int:

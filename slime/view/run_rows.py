@@ -13,7 +13,7 @@ from slime.harness.run_state import UNKNOWN, State, state_of
 from slime.tracking.tracking import FILE_NAME
 from slime.view.catalog import FILES, RECORDING, RUN, Catalog, Entry
 from slime.view.charts import Spark, spark
-from slime.view.run_data import RunLibrary
+from slime.view.run_data import RunLibrary, file_number
 
 LARGE = 2 << 20  # bytes of metrics that take a while to read
 READING = "being read"
@@ -83,7 +83,8 @@ class RunRows:
             return tuple(one.number for one in self.catalog.rollouts(entry)[-1:]) + (
                 len(self.catalog.rollouts(entry)),
             )
-        return _size(entry.path / FILE_NAME), _size(entry.path / RECORD_FILE)
+        metrics = entry.path / FILE_NAME
+        return file_number(metrics), _size(metrics), _size(entry.path / RECORD_FILE)
 
     def _is_large(self, entry: Entry) -> bool:
         if entry.kind == RECORDING:

@@ -384,5 +384,19 @@ def test_rows_of_runs_are_kept_and_made_anew_when_the_run_writes(tmp_path, monke
     assert rows.row(entry, patient=False).reward.last == "0.5"
 
 
+def test_another_run_in_the_folder_has_none_of_the_first_ones_numbers(tmp_path):
+    run = make_run(tmp_path / "run", rollouts=5)
+    catalog = Catalog([run])
+    data = RunLibrary(catalog).get(catalog.entries()[0])
+    before = data.now()
+    assert before.records.numbers("train/loss")[0] == [0, 1, 2, 3, 4]
+    (run / "metrics.jsonl").rename(run / "metrics.1.jsonl")
+    record = {"step_key": "train/step", "step": 7, "metrics": {"train/loss": 2.0}}
+    JsonlWriter(run / "metrics.jsonl").write_all([record] * 40)  # longer than the first was
+    after = data.now()
+    assert after.records.numbers("train/loss") == ([7], [2.0])
+    assert "rollout/reward/mean" not in after.records.series and after.version > before.version
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, *sys.argv[1:]]))
