@@ -45,6 +45,7 @@ MINIMUM_BY_AREA = {
     "trackers": 10,
     "training": 30,
     "weights": 25,
+    "view": 15,
 }
 
 
