@@ -74,7 +74,10 @@ def test_the_same_rollout_from_one_rank_and_from_two_is_identical(tmp_path, caps
     """Dumps of one rollout from one rank and from two are identical."""
     a, b = write_dump(tmp_path / "a"), write_dump(tmp_path / "b", ranks=2)
     assert main([str(a), str(b)]) == 0
-    assert capsys.readouterr().out == "identical: 8 fields x 4 samples, 0 differences\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "identical: 9 fields x 4 samples, 0 differences",
+        "expected: the layout differs: dp_rank",
+    ]
 
 
 def test_two_swapped_rewards_are_found_with_sample_field_and_rank(tmp_path, capsys):
@@ -86,7 +89,7 @@ def test_two_swapped_rewards_are_found_with_sample_field_and_rank(tmp_path, caps
     a, b = write_dump(tmp_path / "a"), write_dump(tmp_path / "b", ranks=2, change=swap)
     assert main([str(a), str(b)]) == 1
     out = capsys.readouterr().out
-    assert "different: 1 of 8 fields x 4 samples, 2 differences" in out
+    assert "different: 1 of 9 fields x 4 samples, 2 differences" in out
     assert (
         "first difference in the data: baseline: sample 101 (position 1), rewards: 10.0 in A, "
         "30.0 in B" in out
