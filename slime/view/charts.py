@@ -48,8 +48,8 @@ CHARTS = (
         "mean |gap|": "rollout/logprob_abs_diff/mean", "p99": "rollout/logprob_abs_diff/p99",
         "max": "rollout/logprob_abs_diff/max",
     }, is_log=True),
-    Chart("truncated, repetitive", "share", {
-        "truncated": "rollout/truncated_ratio", "repetitive": "rollout/repetition_frac",
+    Chart("truncated, repeating", "share", {
+        "truncated": "rollout/truncated_ratio", "repeating": "rollout/repetition_frac",
         "groups without spread": "rollout/zero_std/frac",
     }),
     Chart("texts that are not their tokens", "share", {

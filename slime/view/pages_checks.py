@@ -13,7 +13,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slime.data.reasons import REASON_OF_VALUE
+from slime.data.reasons import REASON_OF_VALUE, InvalidReason
 from slime.data.sample import Sample, Status
 from slime.exceptions import RolloutDataError, SlimeError
 from slime.gate import tools
@@ -30,7 +30,6 @@ EXAMPLES = 3  # of a reason
 ROLLOUTS_SEARCHED = 3  # for examples, the newest first
 MOST_FINDINGS = 200
 MOST_EVIDENCE = 40
-MISALIGNED = "misaligned"
 _STEP = re.compile(r"(step|evaluation) (\d{1,12})")
 
 
@@ -51,7 +50,7 @@ def gate_page(site: Site, request: Request) -> Response:
         others={name: found for name, found in examples.items() if name not in {r["reason"] for r in rows}},
         alarms=alarms[:200],
         notes=notes,
-        misaligned=_misaligned(site, entry, examples.get(MISALIGNED, [])),
+        misaligned=_misaligned(site, entry, examples.get(InvalidReason.MISALIGNED.value, [])),
         refs=[ref for ref in site.catalog.rollouts(entry)[::-1] if not ref.evaluation][:20],
         live=run.state.is_live,
     )  # fmt: skip
