@@ -564,13 +564,13 @@ def test_a_dump_is_written_and_read_a_sample_at_a_time(tmp_path):
 
 
 def test_a_dump_is_json_and_executes_nothing(tmp_path):
-    """A pickle in place of a dump is refused by its first line."""
+    """A pickle in place of a dump is refused as what it is."""
     path = save_debug_rollout_data(
         str(tmp_path / "{rollout_id}"), [full_sample(0)], rollout_id=0, evaluation=False
     )
     assert json.loads(path.read_text().splitlines()[0])["num_samples"] == 1
     path.write_bytes(pickle.dumps({"samples": []}))
-    with pytest.raises(RolloutDataError, match="line 1"):
+    with pytest.raises(RolloutDataError, match="is a pickle, which slime never loads"):
         read_rollout_dump(path)
     path.write_text('{"samples": []}\n')
     with pytest.raises(
