@@ -20,7 +20,7 @@ export PYTHONUNBUFFERED := 1
 help:
 	@echo "make train         train the addition example: data, warm-up, GRPO, report (about 5 minutes, no GPU)"
 	@echo "make test          lint, repository shape, workflows, tests"
-	@echo "make test-layouts  every parallel layout with every algorithm, in real processes (minutes)"
+	@echo "make test-layouts  every parallel layout with every algorithm, in real processes, and long runs (minutes)"
 	@echo "make test-mutants  every planted fault against the tests that concern it; prints the survivors (half an hour)"
 	@echo "make test-golden-faults  planted faults that the golden run must catch, each with its first cause (ten minutes)"
 	@echo "make test-storage  disks that fail and processes that die in the middle of every kind of save (five minutes)"

@@ -223,24 +223,38 @@ def shards_of(run: Run, asked: Any, rollout_id: int) -> list:
     return run.healer.shards(asked, rollout_id, run.args.step_timeout)
 
 
-def train_on(run: Run, rollout_id: int, shards: list) -> None:
-    """One rollout's optimizer steps on every rank, with the critic's values where there is one."""
+def train_on(
+    run: Run, rollout_id: int, shards: list, *, num_updates: int | None = None
+) -> list[Any]:
+    """One rollout's optimizer steps on every rank, with the critic's values where there is one.
+    Returns what the policy's ranks do. num_updates: weight updates since the rollout was begun,
+    where it is trained again; None: those until now.
+    """
     report(phase="training")
-    weight_updates_since_start = run.actor.num_published - run.versions_at_start.pop(rollout_id)
+    if num_updates is None:
+        num_updates = run.actor.num_published - run.versions_at_start[rollout_id]
+    unhealed = dataclasses.replace(run, healer=NoHealing())
+    again = functools.partial(train_on, unhealed, rollout_id, shards, num_updates=num_updates)
+    results: list[Any] = []
+    for attempt in run.healer.attempts(again, rollout_id=rollout_id):
+        with attempt:
+            values = None
+            if run.critic is not None:
+                refs = run.critic.async_train(rollout_id, shards)
+                values = run.critic.finish_train(refs, rollout_id)
+            if run.critic is None or rollout_id >= run.args.num_critic_only_steps:
+                refs = run.actor.async_train(
+                    rollout_id, shards, values, weight_updates_since_start=num_updates
+                )
+                results = run.actor.finish_train(refs, rollout_id)
+    return results
 
-    def steps() -> list[Any]:
-        values = None
-        if run.critic is not None:
-            refs = run.critic.async_train(rollout_id, shards)
-            values = run.critic.finish_train(refs, rollout_id)
-        if run.critic is not None and rollout_id < run.args.num_critic_only_steps:
-            return []
-        refs = run.actor.async_train(
-            rollout_id, shards, values, weight_updates_since_start=weight_updates_since_start
-        )
-        return run.actor.finish_train(refs, rollout_id)
 
-    results = run.healer.do(steps, steps, rollout_id=rollout_id)
+def enter_trained(run: Run, rollout_id: int, shards: list, results: list[Any]) -> None:
+    """Metrics and the ledger of the whole run learn that a rollout has trained. results: what
+    `train_on` returned.
+    """
+    del run.versions_at_start[rollout_id]
     log_trained(run.args, rollout_id, shards, results, run.healer.metrics())
     if run.ledger is not None:
         num_planned = sum(box.num_trained for box in shards)
@@ -367,7 +381,7 @@ def train(run: Run) -> None:
         if args.debug_rollout_only:
             continue
         begin_training(run)
-        train_on(run, rollout_id, shards)
+        enter_trained(run, rollout_id, shards, train_on(run, rollout_id, shards))
         if run.is_due_to_save(rollout_id):
             save(run, rollout_id)
         if not args.debug_train_only:

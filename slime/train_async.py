@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from slime.commands import launch
 from slime.train import (
     Run,
+    enter_trained,
     evaluate,
     evaluate_at_start,
     generate,
@@ -36,7 +37,7 @@ def train(run: Run) -> None:
         ahead = generate(run, rollout_id + 1) if rollout_id + 1 < run.num_rollout else None
         if args.debug_rollout_only:
             continue
-        train_on(run, rollout_id, shards)
+        enter_trained(run, rollout_id, shards, train_on(run, rollout_id, shards))
         if run.is_due_to_save(rollout_id):
             save(run, rollout_id)
         if (rollout_id + 1) % args.update_weights_interval == 0 and not args.debug_train_only:

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from slime.exceptions import ConfigError, NothingLeft, ProcessDied, SaveError, SlimeError
@@ -65,15 +65,18 @@ class NoHealing:
     def begin(self, first_rollout: int, on_manager: OnManager) -> None:
         """The run begins. on_manager: hears of each new rollout manager."""
 
-    def do(
-        self,
-        action: Callable[[], T],
-        again: Callable[[], object] | None = None,
-        *,
-        rollout_id: int | None = None,
-    ) -> T:
-        """What `action` returns, which asks something of the ranks. again: what brings ranks that
-        are as before it to where it has brought them. rollout_id: the rollout that it trains.
+    def attempts(
+        self, again: Callable[[], object], *, rollout_id: int
+    ) -> Iterator[contextlib.AbstractContextManager[object]]:
+        """Trains a rollout: `for attempt in attempts(...): with attempt: ...`, until a block has
+        ended without the loss of a process. again: what brings ranks that are as before it to where
+        the block has brought them.
+        """
+        yield contextlib.nullcontext()
+
+    def do(self, action: Callable[[], T], again: Callable[[], object] | None = None) -> T:
+        """What `action` returns, which asks something of the ranks. again: as in `attempts`, where
+        it changes their state.
         """
         return action()
 
@@ -138,6 +141,20 @@ class NoHealing:
 
     def close(self) -> None:
         """Removes the states; the run is over."""
+
+
+class _Attempt:
+    """A block that may fail because a process was lost: keeps what it raised."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, stack: object) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+        return self.error is not None
 
 
 class RunHealer(NoHealing):
@@ -221,38 +238,45 @@ class RunHealer(NoHealing):
         self._seat.last_rollout = first_rollout - 1
         self._on_manager = on_manager
 
-    def do(
-        self,
-        action: Callable[[], T],
-        again: Callable[[], object] | None = None,
-        *,
-        rollout_id: int | None = None,
-    ) -> T:
-        name = "train" if rollout_id is not None else "update"
-        if rollout_id is not None and rollout_id != self._rollout_id:
+    def attempts(
+        self, again: Callable[[], object], *, rollout_id: int
+    ) -> Iterator[contextlib.AbstractContextManager[object]]:
+        if rollout_id != self._rollout_id:
             self._rollout_id, self._num_losses = rollout_id, 0
+        yield from self._attempts(changes=True)
+        self._since.append(("train", again))
+
+    def do(self, action: Callable[[], T], again: Callable[[], object] | None = None) -> T:
         result = self._until_done(action, changes=again is not None)
         if again is not None:
-            self._since.append((name, again))
+            self._since.append(("update", again))
         return result
 
     def _until_done(self, action: Callable[[], T], *, changes: bool = False) -> T:
         """changes: `action` changes the ranks' state."""
+        for attempt in self._attempts(changes=changes):
+            with attempt:
+                result = action()
+        return result
+
+    def _attempts(self, *, changes: bool) -> Iterator[_Attempt]:
+        """Blocks until one has ended without the loss of a process. changes: they change the ranks'
+        state.
+        """
         while True:
+            attempt = _Attempt()
             try:
                 if self._is_lost.is_set():
                     self._heal()
                 self._settle()
-                return self._attempt(action, changes=changes)
             except Exception as error:  # noqa: BLE001 - Ray has many types for the consequences
                 self._require_loss(error)
-
-    def _attempt(self, action: Callable[[], T], *, changes: bool) -> T:
-        try:
-            return action()
-        except Exception:
+                continue
+            yield attempt
+            if attempt.error is None:
+                return
             self._is_torn = self._is_torn or changes
-            raise
+            self._require_loss(attempt.error)
 
     def generate(self, manager: Any, rollout_id: int) -> PendingRollout:
         return self.ask(lambda: manager.begin(rollout_id))

@@ -196,6 +196,13 @@ def healer(tmp_path, monkeypatch):
     return make
 
 
+def train_through(healer, train, rollout_id):
+    """`train` is called until no process is lost in it, as `train_on` does it."""
+    for attempt in healer.attempts(train, rollout_id=rollout_id):
+        with attempt:
+            train()
+
+
 def rollout(healer, rollout_id, *groups):
     """One rollout of the loop."""
 
@@ -203,7 +210,7 @@ def rollout(healer, rollout_id, *groups):
         for group in groups:
             group.train(rollout_id)
 
-    healer.do(train, train, rollout_id=rollout_id)
+    train_through(healer, train, rollout_id)
     healer.publish(rollout_id)
 
 
@@ -361,7 +368,7 @@ def loop(healer, policy, num_rollout=4, *, ahead=False, offload=False, ends=Fals
         def train(rollout_id=rollout_id):
             policy.train(rollout_id)
 
-        healer.do(train, train, rollout_id=rollout_id)
+        train_through(healer, train, rollout_id)
         healer.ask(lambda: healing.wait_for([healer.seat.save.remote(rollout_id)]))  # noqa: B023
         if ahead and rollout_id + 1 < num_rollout:
             healer.wait(asked, rollout_id + 1, 5.0)

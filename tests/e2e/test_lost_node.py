@@ -44,6 +44,7 @@ def wait_until(condition, process, timeout_s=90):
         time.sleep(0.1)
 
 
+@pytest.mark.slow_layouts
 @pytest.mark.timeout(240)
 def test_a_run_goes_on_on_the_nodes_that_are_left_and_ends_where_they_hold_it_no_more(
     cluster, tmp_path
