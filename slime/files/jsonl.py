@@ -55,6 +55,11 @@ def encode(record: dict[str, Any]) -> bytes:
     )
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file of records; 0 where nothing was written yet."""
+    return path.stat().st_size if path.exists() else 0
+
+
 class JsonlWriter:
     """Appends records to one file; creates it and its folder on the first write. OSError of a write
     reaches the caller.

@@ -18,7 +18,7 @@ from typing import Any
 from slime.data.reasons import NEVER_KEPT, PENALIZABLE, REASON_OF_VALUE, REASONS, InvalidReason
 from slime.data.split import SplitPlan
 from slime.exceptions import ConfigError
-from slime.files.jsonl import JsonlWriter
+from slime.files.jsonl import JsonlWriter, size_of
 from slime.gate.alarms import Alarm, find_alarms, find_level_alarms
 from slime.gate.alignment import codec_of
 from slime.gate.before_rewards import SHIFTED_IDS, ResponseTally
@@ -214,14 +214,14 @@ class Gate:
             "warned_at": self._warned_at,
             "found_shifted_ids": self.tally.found_shifted_ids,
             "first_rollout": self.tally.first_rollout_id,
-            "recorded": 0 if self._writer is None else _size_of(self._writer.path),
+            "recorded": 0 if self._writer is None else size_of(self._writer.path),
         }
 
     def go_on(self, folder: str | Path, rollout_id: int, kept: Mapping[str, Any]) -> None:
         """Restores what `keep` wrote and returned. Records of later rollouts are removed: these are
         judged again.
         """
-        if self._writer is not None and _size_of(self._writer.path) > kept["recorded"]:
+        if self._writer is not None and size_of(self._writer.path) > kept["recorded"]:
             os.truncate(self._writer.path, kept["recorded"])
         self.tally.started(kept["first_rollout"])
         self.load(folder, rollout_id)
@@ -289,10 +289,6 @@ class Gate:
                 self._writer.path,
                 error,
             )
-
-
-def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def history_path(folder: str | Path, rollout_id: int) -> Path:

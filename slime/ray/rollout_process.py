@@ -20,6 +20,7 @@ import orjson
 
 from slime.exceptions import RolloutDataError
 from slime.files import atomic, exact_json
+from slime.files.jsonl import size_of
 from slime.gate.gate import history_path
 from slime.prompts.data_source import RolloutDataSource
 from slime.ray.rollout import RolloutManager
@@ -112,7 +113,7 @@ class RolloutManagerActor(RolloutManager):
             "start": None if self.ledger.start is None else self.ledger.start.start,
             "data": None if self.data_source is None else self.data_source.whole_state(),
             "gate": self.gate.keep(folder, number),
-            "logged": _size_of(Path(self.args.run_dir, METRICS)),
+            "logged": size_of(Path(self.args.run_dir, METRICS)),
         }
         text = exact_json.dumps(state, option=orjson.OPT_SERIALIZE_NUMPY)
         atomic.write_bytes(state_path(folder, number), text)
@@ -148,7 +149,3 @@ class RolloutManagerActor(RolloutManager):
             super().dispose()
         else:
             finish_tracking(self.args, primary=False)
-
-
-def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import logging
 import os
@@ -17,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils.checkpoint_files import Retention, prune
+from slime.files.jsonl import size_of
 from slime.tracking.tracking import FILE_NAME as METRICS
+from slime.utils.misc import free_host_bytes
 
 SPARE = 1.1  # of the room that a state needs
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class TrainStates:
             return self._disk
         if self._num_bytes is None:
             self._num_bytes = sum(group.state_bytes() for group in groups)
-        room = min(shutil.disk_usage(self._memory).free, available_memory() // 2)
+        room = min(shutil.disk_usage(self._memory).free, (free_host_bytes() or 0) // 2)
         if self._num_bytes * SPARE > room:
             if self._last is None or self._last.folder == self._memory:
                 logger.warning(
@@ -104,21 +105,10 @@ class TrainStates:
         return self._logged_before if point is None else point.logged
 
     def _num_logged(self) -> int:
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.getsize(Path(self._args.run_dir, METRICS))
-        return 0
+        return size_of(Path(self._args.run_dir, METRICS))
 
     def remove(self) -> None:
         """Removes all of it."""
         for folder in (self._memory, self._disk):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def available_memory() -> int:
-    """Bytes that this machine may still use."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0

@@ -277,3 +277,13 @@ def chunk_named_params_by_size(
         size += num_bytes
     if chunk:
         yield chunk
+
+
+def free_host_bytes() -> int | None:
+    """Bytes of main memory that this machine may still use; None where the kernel does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None

@@ -147,7 +147,7 @@ def healer(tmp_path, monkeypatch):
     """healer(interval, *groups): one whose groups are these."""
     monkeypatch.setattr(healing, "CAUSE_S", 0.05)
     monkeypatch.setattr(healing, "SETTLE_S", 0.0)
-    monkeypatch.setattr(train_states, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(train_states, "free_host_bytes", lambda: 10**9)
 
     def memory_folder(folder):
         (tmp_path / "memory").mkdir(exist_ok=True)
@@ -323,7 +323,7 @@ def test_a_state_that_does_not_fit_into_memory_is_kept_on_the_disk(healer, monke
     tended.do(lambda: None)
     (memory,) = policy.folders
     assert Path(memory, "iter_0000001").is_dir()
-    monkeypatch.setattr(train_states, "available_memory", lambda: 2000)
+    monkeypatch.setattr(train_states, "free_host_bytes", lambda: 2000)
     rollout(tended, 1, policy)
     rollout(tended, 2, policy)
     tended.do(lambda: None)

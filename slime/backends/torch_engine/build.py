@@ -17,6 +17,7 @@ from slime.backends.torch_engine.weights import dtype_name, load_checkpoint
 from slime.exceptions import ConfigError
 from slime.models.hf_folder import read_eos_token_ids
 from slime.models.shape import read_model_shape
+from slime.utils.misc import free_host_bytes
 
 DEFAULT_MAX_RUNNING = 1024
 DEFAULT_FRACTION = {"cpu": 0.2, "cuda": 0.8}
@@ -148,9 +149,5 @@ def _cache_tokens(
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 4 * 2**30
+    free = free_host_bytes()
+    return 4 * 2**30 if free is None else free
