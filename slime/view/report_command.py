@@ -15,6 +15,7 @@ from pathlib import Path
 
 from slime.exceptions import ConfigError
 from slime.files import atomic
+from slime.harness.output_paths import require_free
 from slime.harness.report import print_summary, recorded_checks, write_report
 from slime.view.catalog import RUN, Entry
 from slime.view.charts import chart_data, spark
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
+        if options.html is not None:
+            require_free("--html", options.html, read=[options.run])
         summary = write_report(options.run, checks=recorded_checks(options.run))
         if options.html is not None:
             page = html_report(options.run).encode("utf-8", "backslashreplace")

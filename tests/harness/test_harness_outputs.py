@@ -14,6 +14,7 @@ from slime.harness.audit import command as audit
 from slime.harness.diff import command as diff
 from slime.harness.json_text import json_text
 from slime.harness.output_paths import require_free
+from slime.view import report_command
 
 NUM_GPUS = 0
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "run"
@@ -43,9 +44,9 @@ def test_no_command_writes_into_a_recording(recording, place, capsys):
     for option in ("--html", "--junit"):
         with pytest.raises(ConfigError, match=f"{option} .* lies in the recording"):
             diff.main([str(GOLDEN), str(GOLDEN), option, out])
-    assert audit.main([str(recording), "--html", out]) == 2
-    assert trace.main([str(recording), "--out", out]) == 2
-    assert "lies in the recording" in capsys.readouterr().err
+    for command, option in ((audit, "--html"), (trace, "--out"), (report_command, "--html")):
+        assert command.main([str(recording), option, out]) == 2
+        assert "lies in the recording" in capsys.readouterr().err
     assert files_of(recording) == before
 
 
